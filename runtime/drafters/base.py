@@ -1,0 +1,66 @@
+"""The protocol of everything that proposes. A drafter proposes, it never decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specexport.runtime.tree import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """What the next step may use.
+
+    Attributes:
+        root: the last emitted token, not yet run through the target; node 0 of the tree.
+        max_nodes: most nodes of the tree, the root included (>= 1).
+        max_depth: most edges below the root (tokens left in budget and context).
+    """
+
+    root: int
+    max_nodes: int
+    max_depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What one target call showed.
+
+    Attributes:
+        emitted: tokens appended to the sequence by this step: the accepted drafts, then the bonus token.
+        tree: the tree that was verified. path: indices of its accepted nodes, the root first.
+        logits: float32 [V] of a node (a view, valid only during the call to ``observe``); raises IndexError for a
+            node whose logits were not computed.
+    """
+
+    emitted: Sequence[int]
+    tree: Tree
+    path: Sequence[int]
+    logits: Callable[[int], NDArray[np.float32]]
+
+
+class Drafter(Protocol):
+    """A source of draft trees. The session calls ``begin`` once a prompt, then ``propose`` and ``observe`` in turn.
+
+    ``propose`` must not change what a later ``propose`` returns (it may be skipped or its tree cut); all learning
+    happens in ``begin`` and ``observe``. Memory is bounded, whatever the length of the session.
+    """
+
+    name: str
+
+    def begin(self, tokens: Sequence[int], first: int) -> None:
+        """A new prompt: ``tokens`` is the whole prompt, ``first`` the token sampled after it (the first root)."""
+        ...
+
+    def propose(self, request: DraftRequest) -> Tree:
+        """A tree whose node 0 is ``request.root``; the root alone when there is nothing to propose."""
+        ...
+
+    def observe(self, observation: Observation) -> None:
+        """Learn from one verified step."""
+        ...

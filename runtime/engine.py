@@ -1,0 +1,83 @@
+"""What a session needs from an engine, and how an engine is found.
+
+Engines live in packages that depend on this one, so they are looked up by entry point (group ``specexport.engines``)
+and never imported from here.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specexport.runtime.errors import UsageError
+
+ENTRY_POINT_GROUP = "specexport.engines"
+
+
+class TargetEngine(Protocol):
+    """One loaded target with its caches. Not thread safe; one sequence at a time.
+
+    Attributes:
+        slots: S, cache rows. vocab_size: V, width of a row of logits. features: F, 0 when the graph has none.
+        commit_sizes: values A may take (None: any, also 0).
+    """
+
+    slots: int
+    vocab_size: int
+    features_size: int
+
+    def run(
+        self,
+        tokens: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        tree: NDArray[np.bool_],
+        past: int,
+        write: int,
+        commit: NDArray[np.int64],
+        select: NDArray[np.int64],
+    ) -> NDArray[np.float32]:
+        """One call of the target (see :mod:`specexport.runtime.contract`).
+
+        Args:
+            tokens: int64 [T]. positions: int64 [T]. tree: bool [T, T].
+            past: committed rows after this call's commit. write: row where the block starts.
+            commit: int64 [past - write], cache rows to move to ``write ..``, in path order; often empty.
+            select: int64 [R], nodes that need logits.
+
+        Returns:
+            float32 [R, V], a view that the next call overwrites.
+        """
+        ...
+
+    def reset(self) -> None:
+        """Zero the caches."""
+        ...
+
+    def read_cache(self, rows: int) -> list[NDArray[Any]]:
+        """Copies of the first ``rows`` rows of every cache tensor, [Hkv, rows, D], k then v of each layer."""
+        ...
+
+
+class EngineFactory(Protocol):
+    """The object an entry point names."""
+
+    def __call__(self, bundle_path: Path, *, threads: int = 0) -> TargetEngine:
+        """Load the target of a bundle. ``threads`` 0 means one per physical core."""
+        ...
+
+
+def find_engine(name: str) -> EngineFactory:
+    """The engine registered under ``name``.
+
+    Raises:
+        UsageError: no such engine is installed; the message lists those that are.
+    """
+    found = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    if name not in found:
+        raise UsageError(f"unknown engine {name!r}: installed engines are {', '.join(sorted(found)) or 'none'}")
+    factory: EngineFactory = found[name].load()
+    return factory
