@@ -1,0 +1,214 @@
+"""ONNX Runtime: the embedded default on CPUs, and CUDA by the same code.
+
+Caches live in buffers of ours that are bound once as both past and present, so a step moves no cache. On the CPU the
+bundle carries a lowered graph (``exporter.passes.grouped_query``) whose step cost follows the used rows, and a small
+commit graph for the steps in which accepted rows have to move.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from specexport.runtime import contract
+from specexport.runtime.errors import BundleError, UsageError
+
+TARGET_FILE = "target.onnx"
+#: The graphs lowered for the CPU lie beside the target because they share its data file.
+CPU_TARGET_FILE = "target.cpu.onnx"
+CPU_COMMIT_FILE = "commit.cpu.onnx"
+
+_NUMPY: dict[str, np.dtype[Any]] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
+
+
+def physical_cores() -> int:
+    """Cores this process may use, hyper-threads counted once where Linux tells; at least 1."""
+    try:
+        allowed = os.sched_getaffinity(0)
+    except AttributeError:  # not Linux
+        return max(1, os.cpu_count() or 1)
+    siblings = set()
+    for cpu in allowed:
+        try:
+            siblings.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
+        except OSError:
+            siblings.add(str(cpu))
+    return max(1, len(siblings))
+
+
+def _options(threads: int) -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads or physical_cores()
+    options.inter_op_num_threads = 1
+    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    # Memory patterns are kept per input shape: with a tree width and a length that change every step they only grow.
+    options.enable_mem_pattern = False
+    options.log_severity_level = 3
+    return options
+
+
+def _open(path: Path, options: ort.SessionOptions, providers: list[Any]) -> ort.InferenceSession:
+    try:
+        return ort.InferenceSession(os.fspath(path), options, providers=providers)
+    except Exception as error:  # onnxruntime's exceptions share no base of their own
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        raise BundleError(f"{path}: onnxruntime {ort.__version__} cannot load it: {reason}") from error
+
+
+class _Caches:
+    """The cache tensors of one sequence and their binding to a session."""
+
+    def __init__(self, session: ort.InferenceSession, device: str) -> None:
+        self.values: dict[str, ort.OrtValue] = {}
+        self.shape: tuple[int, ...] = ()
+        for value in session.get_inputs():
+            if value.name.startswith(("past_k.", "past_v.")):
+                self.shape = tuple(int(dim) for dim in value.shape)
+                self.dtype = _NUMPY[value.type]
+                zeros = np.zeros(self.shape, self.dtype)
+                self.values[value.name] = ort.OrtValue.ortvalue_from_numpy(zeros, device, 0)
+
+    def bind(self, binding: ort.IOBinding) -> None:
+        for past, value in self.values.items():
+            binding.bind_ortvalue_input(past, value)
+            binding.bind_ortvalue_output(past.replace("past_", "present_", 1), value)
+
+    def zero(self) -> None:
+        zeros = np.zeros(self.shape, self.dtype)
+        for value in self.values.values():
+            value.update_inplace(zeros)
+
+
+class _Plan:
+    """Input and output buffers of one call shape (T nodes, R rows of logits, A moved rows), bound once."""
+
+    def __init__(self, engine: OrtEngine, nodes: int, rows: int, accepted: int) -> None:
+        self.binding = engine._session.io_binding()
+        engine._caches.bind(self.binding)
+        self.buffers: dict[str, NDArray[Any]] = {
+            contract.TOKENS: np.zeros((1, nodes), np.int64),
+            contract.POSITIONS: np.zeros((1, nodes), np.int64),
+            contract.TREE: np.zeros((1, nodes, nodes), np.bool_),
+            contract.PAST: np.zeros(1, np.int64),
+            contract.SELECT: np.zeros(rows, np.int64),
+        }
+        if not engine._lowered:
+            self.buffers |= {
+                contract.WRITE: np.zeros(1, np.int64),
+                contract.COMMIT: np.zeros(accepted, np.int64),
+                # The commit is exactly as long as the rows that move, so the block needs no reordering.
+                contract.ORDER: np.arange(accepted + nodes, dtype=np.int64),
+            }
+        for name, array in self.buffers.items():
+            self.binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+        self.logits = engine._row_buffer[:rows]
+        self.binding.bind_ortvalue_output(contract.LOGITS, ort.OrtValue.ortvalue_from_numpy(self.logits))
+        if engine.features_size:
+            self.binding.bind_output(contract.FEATURES, engine._device)
+
+
+class OrtEngine:
+    """A target on ONNX Runtime (the :class:`specexport.runtime.engine.TargetEngine` protocol).
+
+    Args:
+        bundle_path: root of a bundle.
+        threads: intra-op threads, 0 for one per physical core.
+        cuda: run on the CUDA provider instead of the CPU's.
+    """
+
+    def __init__(self, bundle_path: Path, *, threads: int = 0, cuda: bool = False) -> None:
+        if threads < 0:
+            raise UsageError(f"threads must be 0 (automatic) or more, got {threads}")
+        providers: list[Any] = ["CUDAExecutionProvider"] if cuda else ["CPUExecutionProvider"]
+        missing = [name for name in providers if name not in ort.get_available_providers()]
+        if missing:
+            raise UsageError(
+                f"onnxruntime {ort.__version__} has no {missing[0]}: install the GPU build with "
+                "'pip install onnxruntime-gpu' or choose the engine onnxruntime-cpu"
+            )
+        self._lowered = not cuda and (bundle_path / CPU_TARGET_FILE).is_file()
+        path = bundle_path / (CPU_TARGET_FILE if self._lowered else TARGET_FILE)
+        self._session = _open(path, _options(threads), providers)
+        self._device = "cuda" if cuda else "cpu"
+        self._caches = _Caches(self._session, self._device)
+        self.slots = self._caches.shape[2]
+        outputs = {value.name: value for value in self._session.get_outputs()}
+        self.vocab_size = int(outputs[contract.LOGITS].shape[1])
+        self.features_size = int(outputs[contract.FEATURES].shape[2]) if contract.FEATURES in outputs else 0
+        self._plans: dict[tuple[int, int, int], _Plan] = {}
+        self._row_buffer = np.zeros((0, self.vocab_size), np.float32)
+        if self._lowered:
+            self._commit_session = _open(bundle_path / CPU_COMMIT_FILE, _options(1), providers)
+            self._commit_binding = self._commit_session.io_binding()
+            self._caches.bind(self._commit_binding)
+
+    def _plan(self, nodes: int, rows: int, accepted: int) -> _Plan:
+        """The bound buffers of one call shape. All shapes share one logits buffer, as wide as the widest so far."""
+        if rows > len(self._row_buffer):
+            self._row_buffer = np.zeros((rows, self.vocab_size), np.float32)
+            self._plans.clear()
+        key = (nodes, rows, accepted)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = _Plan(self, nodes, rows, accepted)
+        return plan
+
+    def _move(self, commit: NDArray[np.int64], write: int) -> None:
+        """Run the commit graph: accepted rows to their place in every cache."""
+        row = np.array([write], np.int64)
+        self._commit_binding.bind_cpu_input(contract.COMMIT, commit)
+        self._commit_binding.bind_cpu_input(contract.WRITE, row)
+        self._commit_session.run_with_iobinding(self._commit_binding)
+
+    def run(
+        self,
+        tokens: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        tree: NDArray[np.bool_],
+        past: int,
+        write: int,
+        commit: NDArray[np.int64],
+        select: NDArray[np.int64],
+    ) -> NDArray[np.float32]:
+        """See :meth:`specexport.runtime.engine.TargetEngine.run`."""
+        if self._lowered and len(commit):
+            self._move(np.ascontiguousarray(commit, np.int64), write)
+        plan = self._plan(len(tokens), len(select), 0 if self._lowered else len(commit))
+        buffers = plan.buffers
+        buffers[contract.TOKENS][0] = tokens
+        buffers[contract.POSITIONS][0] = positions
+        buffers[contract.TREE][0] = tree
+        buffers[contract.PAST][0] = past
+        buffers[contract.SELECT][:] = select
+        if not self._lowered:
+            buffers[contract.WRITE][0] = write
+            buffers[contract.COMMIT][:] = commit
+        self._session.run_with_iobinding(plan.binding)
+        self._last = plan
+        return plan.logits
+
+    def features(self) -> NDArray[Any]:
+        """[1, T, F] of the last call; only for graphs that have them."""
+        index = [value.name for value in self._session.get_outputs()].index(contract.FEATURES)
+        return np.asarray(self._last.binding.get_outputs()[index].numpy())
+
+    def reset(self) -> None:
+        self._caches.zero()
+
+    def read_cache(self, rows: int) -> list[NDArray[Any]]:
+        return [value.numpy()[0, :, :rows].copy() for value in self._caches.values.values()]
+
+
+def load_cpu(bundle_path: Path, *, threads: int = 0) -> OrtEngine:
+    """Entry point ``onnxruntime-cpu``."""
+    return OrtEngine(bundle_path, threads=threads)
+
+
+def load_cuda(bundle_path: Path, *, threads: int = 0) -> OrtEngine:
+    """Entry point ``onnxruntime-cuda``."""
+    return OrtEngine(bundle_path, threads=threads, cuda=True)

@@ -1,0 +1,150 @@
+"""How parameters of :class:`specexport.exporter.layers.Target` come from the tensors of a checkpoint.
+
+A table maps each parameter (layer indices spelled ``{i}``) to a :class:`Rule`. Loading is strict both ways: every
+parameter must be fed and every checkpoint tensor used, or named in :data:`IGNORED` with its reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specexport.exporter.config import TargetConfig
+from specexport.exporter.weights import WeightSource
+from specexport.runtime.errors import CheckpointError
+
+Transform = Callable[[Tensor, TargetConfig], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One checkpoint tensor, and what is done to it."""
+
+    source: str
+    transform: Transform
+
+
+Table = Mapping[str, Rule]
+
+
+def as_is(tensor: Tensor, config: TargetConfig) -> Tensor:
+    return tensor
+
+
+def operand(tensor: Tensor, config: TargetConfig) -> Tensor:
+    """[out, in] of ``nn.Linear`` -> [in, out] of a matrix product's right operand."""
+    return tensor.t()
+
+
+def norm(tensor: Tensor, config: TargetConfig) -> Tensor:
+    """Norm weights in float32, Gemma's offset added."""
+    return tensor.float() + config.norm_offset
+
+
+def rows(part: Callable[[TargetConfig], tuple[int, ...]], index: int) -> Transform:
+    """Operand ``index`` of a fused [sum(part), in] matrix (Phi-3's qkv_proj and gate_up_proj)."""
+
+    def transform(tensor: Tensor, config: TargetConfig) -> Tensor:
+        sizes = part(config)
+        if tensor.shape[0] != sum(sizes):
+            raise CheckpointError(f"fused matrix has {tensor.shape[0]} rows, the config makes {sum(sizes)}: {sizes}")
+        return tensor.split(list(sizes), dim=0)[index].t()
+
+    return transform
+
+
+#: Names most decoder-only models share (Llama's).
+COMMON: Table = {
+    "embedding": Rule("model.embed_tokens.weight", as_is),
+    "norm.weight": Rule("model.norm.weight", norm),
+    "lm_head": Rule("lm_head.weight", as_is),
+    "layers.{i}.input_norm.weight": Rule("model.layers.{i}.input_layernorm.weight", norm),
+    "layers.{i}.mlp_norm.weight": Rule("model.layers.{i}.post_attention_layernorm.weight", norm),
+    **{
+        f"layers.{{i}}.attention.{name}_proj.weight": Rule(f"model.layers.{{i}}.self_attn.{name}_proj.weight", operand)
+        for name in "qkvo"
+    },
+    **{
+        f"layers.{{i}}.attention.{name}_proj.bias": Rule(f"model.layers.{{i}}.self_attn.{name}_proj.bias", as_is)
+        for name in "qkvo"
+    },
+    **{
+        f"layers.{{i}}.mlp.{name}_proj.{kind}": Rule(f"model.layers.{{i}}.mlp.{name}_proj.{kind}", transform)
+        for name in ("gate", "up", "down")
+        for kind, transform in (("weight", operand), ("bias", as_is))
+    },
+}
+
+#: Per-head norms of queries and keys (Qwen3, Gemma3).
+QK_NORM: Table = {
+    f"layers.{{i}}.attention.{name}_norm.weight": Rule(f"model.layers.{{i}}.self_attn.{name}_norm.weight", norm)
+    for name in "qk"
+}
+
+#: Checkpoint tensors that carry nothing: frequencies that old Transformers versions saved beside the weights.
+IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+_INDEX = re.compile(r"(?<=layers\.)\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """One parameter and where it comes from."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rule: Rule
+
+    def read(self, weights: WeightSource, config: TargetConfig) -> Tensor:
+        """The parameter's value.
+
+        Raises:
+            CheckpointError: the checkpoint's tensor does not have the shape that the config calls for.
+        """
+        tensor = self.rule.transform(weights.read(self.rule.source), config)
+        if tuple(tensor.shape) != self.shape:
+            raise CheckpointError(
+                f"tensor {self.rule.source!r} gives {tuple(tensor.shape)} for {self.parameter}, "
+                f"the config calls for {self.shape}"
+            )
+        return tensor.to(self.dtype)
+
+
+def bind(
+    parameters: Mapping[str, Tensor], weights: WeightSource, config: TargetConfig, table: Table
+) -> Iterator[Binding]:
+    """Pair every parameter with its tensor, checking names and the set of tensors first.
+
+    Raises:
+        CheckpointError: a tensor is missing or unused, or a tied lm_head differs from the embedding.
+    """
+    available = set(weights.names())
+    bindings: list[Binding] = []
+    for name, parameter in parameters.items():
+        found = _INDEX.search(name)
+        rule = table[_INDEX.sub("{i}", name)]
+        source = rule.source.replace("{i}", found.group()) if found else rule.source
+        if source not in available:
+            raise CheckpointError(f"tensor {source!r} is missing from the checkpoint ({name} needs it)")
+        bindings.append(Binding(name, tuple(parameter.shape), parameter.dtype, Rule(source, rule.transform)))
+    unused = sorted(name for name in available - {b.rule.source for b in bindings} if not IGNORED.fullmatch(name))
+    head = table["lm_head"].source
+    if config.tie_word_embeddings and head in unused:
+        if not torch.equal(weights.read(head), weights.read(table["embedding"].source)):
+            raise CheckpointError(
+                f"{head!r} differs from the embedding although the config says tie_word_embeddings: "
+                "set it to false to use the tensor, or remove the tensor to use the embedding"
+            )
+        unused.remove(head)
+    if unused:
+        raise CheckpointError(
+            f"{len(unused)} tensors of the checkpoint are not understood for {config.architecture}: "
+            + ", ".join(unused[:5])
+            + (" ..." if len(unused) > 5 else "")
+        )
+    return iter(bindings)

@@ -1,0 +1,139 @@
+"""Torch operators that export to exactly one standard ONNX operator each, with their eager reference.
+
+``torch.onnx.export`` would otherwise spell attention, cache updates and rotary embedding as dozens of small nodes that
+no backend fuses again. :data:`TRANSLATIONS` goes to ``custom_translation_table``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from onnxscript.values import Opset
+from torch import Tensor
+
+from specexport.runtime.contract import OPSET
+
+onnx_op = Opset("", OPSET)
+
+
+@torch.library.custom_op("specexport::tensor_scatter", mutates_args=())
+def tensor_scatter(cache: Tensor, update: Tensor, write: Tensor) -> Tensor:
+    """ONNX TensorScatter-24 (linear) on axis -2: rows ``write ..`` of ``cache`` replaced by ``update``.
+
+    Args:
+        cache: [1, Hkv, S, D]. update: [1, Hkv, B, D] with write + B <= S. write: int64 [1].
+    """
+    present = cache.clone()
+    start = int(write[0])
+    if start + update.shape[-2] > cache.shape[-2]:
+        raise ValueError(f"rows {start}..{start + update.shape[-2]} do not fit a cache of {cache.shape[-2]}")
+    present[..., start : start + update.shape[-2], :] = update
+    return present
+
+
+@tensor_scatter.register_fake
+def _(cache: Tensor, update: Tensor, write: Tensor) -> Tensor:
+    return torch.empty_like(cache)
+
+
+@torch.library.custom_op("specexport::attention", mutates_args=())
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """ONNX Attention-24 with grouped heads and an additive mask; softmax in float32.
+
+    Args:
+        query: [1, Hq, T, D]. key, value: [1, Hkv, S, D]. mask: [1, 1, T, S], added to the scaled scores.
+
+    Returns:
+        [1, Hq, T, D]
+    """
+    groups = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(groups, dim=1)
+    value = value.repeat_interleave(groups, dim=1)
+    scores = (query * scale) @ key.transpose(-1, -2) + mask
+    weights = torch.softmax(scores.float(), dim=-1).to(query.dtype)
+    return weights @ value
+
+
+@attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(query)
+
+
+@torch.library.custom_op("specexport::rotary", mutates_args=())
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+    """ONNX RotaryEmbedding-23, half-split ("NeoX") pairs; only the first 2 * cos.shape[-1] channels rotate.
+
+    Args:
+        x: [1, heads, T, D]. cos, sin: [S, rotary_dim / 2]. positions: int64 [1, T].
+    """
+    half = cos.shape[-1]
+    c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([first * c - second * s, second * c + first * s, rest], dim=-1)
+
+
+@rotary.register_fake
+def _(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("specexport::rms_norm", mutates_args=())
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """ONNX RMSNormalization-23 over the last axis. x: float32 [..., D], weight: float32 [D]."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+@rms_norm.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("specexport::linear_transposed", mutates_args=())
+def linear_transposed(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T as one Gemm, so that a tied embedding table needs no second, transposed copy.
+
+    Args:
+        x: [R, H]. weight: [V, H].
+    """
+    return x @ weight.t()
+
+
+@linear_transposed.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _tensor_scatter(cache: Any, update: Any, write: Any) -> Any:
+    return onnx_op.TensorScatter(cache, update, write, axis=-2)
+
+
+def _attention(query: Any, key: Any, value: Any, mask: Any, scale: float) -> Any:
+    # The exporter gives the node all four outputs of its schema; clean-up drops the unused ones.
+    return onnx_op.Attention(query, key, value, mask, scale=scale)[0]
+
+
+def _rotary(x: Any, cos: Any, sin: Any, positions: Any) -> Any:
+    head_dim, rotary_dim = x.shape[-1], 2 * cos.shape[-1]
+    if rotary_dim == head_dim:
+        return onnx_op.RotaryEmbedding(x, cos, sin, positions)
+    return onnx_op.RotaryEmbedding(x, cos, sin, positions, rotary_embedding_dim=rotary_dim)
+
+
+def _rms_norm(x: Any, weight: Any, eps: float) -> Any:
+    return onnx_op.RMSNormalization(x, weight, epsilon=eps)
+
+
+def _linear_transposed(x: Any, weight: Any) -> Any:
+    return onnx_op.Gemm(x, weight, transB=1)
+
+
+#: ATen-style overload -> function that emits its ONNX node.
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.ops.specexport.tensor_scatter.default: _tensor_scatter,
+    torch.ops.specexport.attention.default: _attention,
+    torch.ops.specexport.rotary.default: _rotary,
+    torch.ops.specexport.rms_norm.default: _rms_norm,
+    torch.ops.specexport.linear_transposed.default: _linear_transposed,
+}

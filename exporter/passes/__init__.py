@@ -1,0 +1,1 @@
+"""Graph passes: one file each, saying what it requires and ensures, returning a changed model."""
