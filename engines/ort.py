@@ -22,6 +22,8 @@ TARGET_FILE = "target.onnx"
 #: The graphs lowered for the CPU lie beside the target because they share its data file.
 CPU_TARGET_FILE = "target.cpu.onnx"
 CPU_COMMIT_FILE = "commit.cpu.onnx"
+#: Cache rows of the lowered graphs that hold no tokens (``exporter.passes.grouped_query`` says why).
+CPU_SPARE_ROWS = 1
 
 _NUMPY: dict[str, np.dtype[Any]] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
 
@@ -119,9 +121,13 @@ class OrtEngine:
         bundle_path: root of a bundle.
         threads: intra-op threads, 0 for one per physical core.
         cuda: run on the CUDA provider instead of the CPU's.
+        lowered: on the CPU, use the lowered graph where the bundle has one.
+        optimize: let ONNX Runtime fuse operators; without, the graph runs as written (references).
     """
 
-    def __init__(self, bundle_path: Path, *, threads: int = 0, cuda: bool = False) -> None:
+    def __init__(
+        self, bundle_path: Path, *, threads: int = 0, cuda: bool = False, lowered: bool = True, optimize: bool = True
+    ) -> None:
         if threads < 0:
             raise UsageError(f"threads must be 0 (automatic) or more, got {threads}")
         providers: list[Any] = ["CUDAExecutionProvider"] if cuda else ["CPUExecutionProvider"]
@@ -131,12 +137,15 @@ class OrtEngine:
                 f"onnxruntime {ort.__version__} has no {missing[0]}: install the GPU build with "
                 "'pip install onnxruntime-gpu' or choose the engine onnxruntime-cpu"
             )
-        self._lowered = not cuda and (bundle_path / CPU_TARGET_FILE).is_file()
+        self._lowered = lowered and not cuda and (bundle_path / CPU_TARGET_FILE).is_file()
         path = bundle_path / (CPU_TARGET_FILE if self._lowered else TARGET_FILE)
-        self._session = _open(path, _options(threads), providers)
+        options = _options(threads)
+        if not optimize:
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+        self._session = _open(path, options, providers)
         self._device = "cuda" if cuda else "cpu"
         self._caches = _Caches(self._session, self._device)
-        self.slots = self._caches.shape[2]
+        self.slots = self._caches.shape[2] - (CPU_SPARE_ROWS if self._lowered else 0)
         outputs = {value.name: value for value in self._session.get_outputs()}
         self.vocab_size = int(outputs[contract.LOGITS].shape[1])
         self.features_size = int(outputs[contract.FEATURES].shape[2]) if contract.FEATURES in outputs else 0

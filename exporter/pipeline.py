@@ -123,7 +123,9 @@ def write_lowered(folder: Path, config: TargetConfig, slots: int, dtype: str) ->
     """Write the CPU lowering of ``folder/target.onnx`` beside it; the weights are shared, not copied."""
     model = grouped_query.lower(ir.load(folder / TARGET_FILE), slots)
     ir.save(model, folder / CPU_TARGET_FILE)
-    commit = grouped_query.commit_model(config.num_layers, config.num_kv_heads, config.head_dim, slots, IR_DTYPES[dtype])
+    commit = grouped_query.commit_model(
+        config.num_layers, config.num_kv_heads, config.head_dim, slots, IR_DTYPES[dtype]
+    )
     ir.save(commit, folder / CPU_COMMIT_FILE)
 
 

@@ -8,7 +8,7 @@ that have to move are moved beforehand by the graph of :func:`commit_model` (mos
 A lone node is attended as two equal rows. The operator takes another code path, with another order of additions, for
 one row than for several; with two, a row's result does not depend on how many rows share the call, and a chain of
 drafts gives bit for bit the logits of plain decoding (matrix products are already independent of it; measured, and held
-by a test). Columns of a branching tree still add up in another order, which costs about 1e-7.
+by a test). The second row needs a place even after the last slot, so lowered caches have ``CPU_SPARE_ROWS`` more. Columns of a branching tree still add up in another order, which costs about 1e-7.
 
 Why: over 4096 slots ``Attention`` reads and copies all of them, whatever the used length, and a ``Slice`` before it
 copies the used ones; GroupQueryAttention does neither (``scripts/bench_lowerings.py`` measures all three).
@@ -20,6 +20,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
+from specexport.engines.ort import CPU_SPARE_ROWS
 from specexport.runtime import contract
 from specexport.runtime.errors import SpecExportError
 
@@ -45,6 +46,10 @@ def lower(model: ir.Model, slots: int) -> ir.Model:
     model.opset_imports[MICROSOFT] = 1
     passes.RemoveUnusedNodesPass()(model)
     passes.TopologicalSortPass()(model)
+    caches = {name for pair in contract.cache_names(len(attentions)) for name in pair}
+    for value in [*graph.inputs, *graph.outputs]:
+        if value.name in caches and value.shape is not None:
+            value.shape = ir.Shape([*value.shape[:2], slots + CPU_SPARE_ROWS, value.shape[3]])
     kept = set(graph.outputs)
     for node in graph:
         for value in node.outputs:
@@ -228,7 +233,7 @@ def commit_model(layers: int, kv_heads: int, head_dim: int, slots: int, dtype: i
     int64 = ir.TensorType(ir.DataType.INT64)
     write = ir.Value(name=contract.WRITE, shape=ir.Shape([1]), type=int64)
     commit = ir.Value(name=contract.COMMIT, shape=ir.Shape([contract.COMMIT_DIM]), type=int64)
-    shape, kind = ir.Shape([1, kv_heads, slots, head_dim]), ir.TensorType(dtype)
+    shape, kind = ir.Shape([1, kv_heads, slots + CPU_SPARE_ROWS, head_dim]), ir.TensorType(dtype)
     nodes, pasts, presents = [], [], []
     for past_name, present_name in contract.cache_names(layers):
         past = ir.Value(name=past_name, shape=shape, type=kind)

@@ -12,10 +12,11 @@ import torch
 
 from specexport.engines.ort import OrtEngine
 from specexport.exporter.config import TargetConfig, read_config
-from specexport.exporter.onnx import build_module, export_target, save_target
+from specexport.exporter.onnx import DTYPES, build_module, export_target, save_target
+from specexport.exporter.parity import Recompute, exercise
 from specexport.exporter.pipeline import write_lowered
 from specexport.runtime.engine import TargetEngine
-from tests.exporter.parity import Recompute, TorchEngine, exercise
+from tests.exporter.torch_engine import TorchEngine
 
 SLOTS = 48
 
@@ -140,8 +141,6 @@ def recompute(model: Any) -> Recompute:
 
 
 def save_engine(config: TargetConfig, weights: StateDict, folder: Path, dtype: str = "fp32") -> None:
-    from specexport.exporter.onnx import DTYPES
-
     model, target = export_target(config, SLOTS, DTYPES[dtype])
     save_target(model, target, weights, folder / "target.onnx")
 
@@ -151,12 +150,13 @@ def test_engines_equal_a_full_recompute(case: str, tmp_path: Path) -> None:
     model, config, weights = reference(case)
     full = recompute(model)
     module = build_module(config, SLOTS, torch.float32, weights)
-    exercise(lambda: TorchEngine(module), full)
+    vocab = config.vocab_size
+    exercise(lambda: TorchEngine(module), full, vocab=vocab)
     save_engine(config, weights, tmp_path)
 
     def engine() -> TargetEngine:
         return OrtEngine(tmp_path, threads=1)
 
-    exercise(engine, full)
+    exercise(engine, full, vocab=vocab)
     write_lowered(tmp_path, config, SLOTS, "fp32")
-    exercise(engine, full)
+    exercise(engine, full, vocab=vocab)

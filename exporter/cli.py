@@ -1,0 +1,94 @@
+"""The command line: verbs by name, each imported when it is called, and one place that turns errors into exit codes.
+
+Results go to standard output, progress and messages to standard error. Exit codes: 0 done, 1 failed, 2 usage,
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+import click
+
+from specexport.runtime.errors import SpecExportError
+
+#: Verb -> module that defines a command of that name. The order is that of the help.
+VERBS = {
+    "build": "cli_build",
+    "run": "cli_run",
+    "verify": "cli_build",
+    "inspect": "cli_inspect",
+    "doctor": "cli_inspect",
+    "demo": "cli_run",
+}
+
+
+class _Verbs(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        command: click.Command = getattr(import_module(f"specexport.exporter.{VERBS[cmd_name]}"), cmd_name)
+        return command
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(version("specexport"), prog_name="specexport")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error (before the verb).")
+def specexport() -> None:
+    """Export a causal LM and its speculative drafters to ONNX, and decode faster with the same tokens."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: what the verb returned, 0 for None.
+
+    Args:
+        arguments: what follows the program's name (default: ``sys.argv[1:]``).
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    debug = "--debug" in arguments[: next((i for i, word in enumerate(arguments) if word in VERBS), None)]
+    try:
+        code = specexport.main(arguments, prog_name="specexport", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return _fail("interrupted", 130)
+    except click.ClickException as error:
+        return _fail(error.format_message(), error.exit_code)
+    except SpecExportError as error:
+        if debug:
+            raise
+        return _fail(str(error), error.exit_code)
+    except BrokenPipeError:
+        # Whoever read our output has left; keep the interpreter from complaining about it when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if debug:
+            raise
+        return _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
+    return code if isinstance(code, int) else 0
+
+
+def echo_json(value: Any) -> None:
+    """Print one JSON object on standard output (ASCII, so that every terminal and pipe takes it)."""
+    import json
+
+    click.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def _fail(message: str, code: int) -> int:
+    click.echo(f"specexport: error: {' '.join(message.split())}", err=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""The verbs that only look: ``inspect`` and ``doctor``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specexport.exporter.cli import echo_json
+
+
+def size(count: int | None) -> str:
+    """Bytes for people."""
+    if count is None:
+        return "unknown"
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count = count / 1024  # type: ignore[assignment]
+    return f"{count:.1f} GiB"
+
+
+def echo_table(rows: dict[str, Any]) -> None:
+    """Aligned ``name  value`` lines; what a terminal could take as a command is escaped."""
+    width = max(map(len, rows), default=0)
+    for name, value in rows.items():
+        text = str(value)
+        click.echo(f"{name:<{width}}  {text if text.isprintable() else repr(text)}".rstrip())
+
+
+@click.command
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--full", is_flag=True, help="Also hash every file.")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest and what follows from it as JSON.")
+def inspect(bundle: Path, full: bool, as_json: bool) -> None:
+    """Show what a bundle holds."""
+    from specexport.exporter.inspect import describe
+    from specexport.runtime.bundle import Bundle
+
+    facts = describe(Bundle.load(bundle, check="full" if full else "fast"))
+    if as_json:
+        echo_json(facts)
+        return
+    manifest, derived = facts["manifest"], facts["derived"]
+    target, lineage = manifest["target"], manifest["lineage"]
+    windows = sorted({window for window in target["windows"] if window is not None})
+    echo_table(
+        {
+            "bundle": facts["bundle"],
+            "target": f"{target['architecture']}, {target['layers']} layers, {target['dtype']}",
+            "heads": f"{target['kv_heads']} kv heads of {target['head_dim']}, hidden size {target['hidden_size']}",
+            "vocabulary": f"{target['valid_vocab']} of {target['vocab_size']} rows",
+            "window": f"{target['slots']} slots, prefill in chunks of {target['prefill_chunk']}",
+            "sliding windows": ", ".join(map(str, windows)) or "none",
+            "cache": size(derived["cache_bytes"]),
+            "engine": manifest["engine"],
+            "drafters": ", ".join(drafter["name"] for drafter in manifest["drafters"]) or "none",
+            "default drafter": manifest["drafter"] or "none",
+            "chat template": "yes" if derived["chat_template"] else "no",
+            "source": lineage["source"] + (f" @ {lineage['revision']}" if lineage["revision"] else ""),
+            "fingerprint": lineage["fingerprint"],
+            "verified": {None: "no report", True: "passed", False: "FAILED"}[derived["verified"]],
+            "written by": ", ".join(f"{name} {version}" for name, version in manifest["tools"].items()),
+            "command": derived["command"],
+            "total": size(derived["total_bytes"]),
+        }
+    )
+    click.echo()
+    echo_table({name: size(file["bytes"]) for name, file in manifest["files"].items()})
+
+
+@click.command
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def doctor(as_json: bool) -> int:
+    """Show what this machine can do, what is missing and how to get it; exit 1 when bundles cannot run."""
+    from specexport.exporter.demo import cache_directory
+    from specexport.exporter.doctor import examine
+
+    report = examine(cache_directory())
+    if as_json:
+        echo_json(report)
+    else:
+        cpu, memory = report["cpu"], report["memory"]
+        echo_table(
+            {
+                "specexport": report["specexport"],
+                "python": "{version} ({executable})".format(**report["python"]),
+                "platform": "{system} {release} {machine}".format(**report["platform"]),
+                "cpu": f"{cpu['model']}, {cpu['physical_cores']} cores, {cpu['logical_cores']} threads",
+                "cpu features": " ".join(cpu["features"]) or "none known",
+                "memory": f"{size(memory['total'])}, {size(memory['available'])} available",
+                "disk": f"{size(report['disk']['free'])} free at {report['disk']['cache']}",
+                "providers": ", ".join(report["providers"]) or "none",
+                "engines": ", ".join(f"{n}{'' if ok else ' (unusable)'}" for n, ok in report["engines"].items()),
+            }
+        )
+        click.echo()
+        echo_table({name: found or "missing" for name, found in report["packages"].items()})
+        click.echo()
+        echo_table({f"can {verb}": "yes" if possible else "no" for verb, possible in report["can"].items()})
+        for gap in report["missing"]:
+            click.echo(f"to {gap['for']}: {gap['command']}  (missing: {', '.join(gap['packages'])})")
+    return 0 if report["can"]["run"] else 1
