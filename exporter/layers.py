@@ -44,7 +44,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x.float(), self.weight, self.eps)
+        normed: Tensor = ops.rms_norm(x.float(), self.weight, self.eps)
+        return normed
 
 
 class Masks(nn.Module):
@@ -112,10 +113,10 @@ class Attention(nn.Module):
         query = ops.rotary(self._heads(self.q_proj(x), self.heads, self.q_norm), *rope, positions)
         key = ops.rotary(self._heads(self.k_proj(x), self.kv_heads, self.k_norm), *rope, positions)
         value = self._heads(self.v_proj(x), self.kv_heads, None)
-        present = []
-        for past, new in zip(cache, (key, value), strict=True):
-            block = torch.cat([past.index_select(2, commit), new], dim=2).index_select(2, order)
-            present.append(ops.tensor_scatter(past, block, write))
+        present = [
+            ops.commit_and_append(past, new, commit, order, write)
+            for past, new in zip(cache, (key, value), strict=True)
+        ]
         mixed = ops.attention(query, present[0], present[1], mask, self.scale)
         mixed = mixed.transpose(1, 2).reshape(1, -1, self.heads * self.head_dim)
         return self.o_proj(mixed), present[0], present[1]
@@ -135,7 +136,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate_proj(x)
         gate = nn.functional.gelu(gate, approximate="tanh") if self.gelu else nn.functional.silu(gate)
-        return self.down_proj(gate * self.up_proj(x))
+        fed: Tensor = self.down_proj(gate * self.up_proj(x))
+        return fed
 
 
 class Block(nn.Module):

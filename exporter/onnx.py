@@ -12,12 +12,14 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import torch
+from onnx_ir.passes import common as passes
 from torch import Tensor
 
 from specexport.exporter.config import TargetConfig
@@ -38,6 +40,8 @@ _OF_TORCH = {dtype: IR_DTYPES[name] for name, dtype in DTYPES.items()}
 INLINE_BYTES = 4096
 #: Offsets in the data file are multiples of a page so that runtimes can map tensors instead of copying them.
 ALIGNMENT = 4096
+#: Bytes up to which constants are folded: the column index of the masks has one entry a cache slot.
+_FOLD_LIMIT = 1 << 26
 
 #: Called with the number of bytes written since the last call.
 Advance = Callable[[int], None]
@@ -125,12 +129,31 @@ def export_target(
 
 
 def _clean(model: ir.Model, weights: set[str]) -> None:
-    """Fold and tidy the graph without touching weights; drop traces of the machine that exported it."""
+    """Fold and tidy the graph without touching weights; drop traces of the machine that exported it.
+
+    The passes are those of ``onnxscript.optimizer.optimize_ir`` without its rewrite rules, which match nothing here
+    that runtimes do not fuse themselves and take longer than the export.
+    """
     from onnxscript import optimizer
 
     for name in weights & set(model.graph.initializers):
         model.graph.initializers[name].const_value = None  # meta data: nothing to fold
-    optimizer.optimize_ir(model)
+    passes.InlinePass()(model)
+    optimizer.fold_constants_ir(
+        model, onnx_shape_inference=True, input_size_limit=_FOLD_LIMIT, output_size_limit=_FOLD_LIMIT
+    )
+    ir.passes.Sequential(
+        passes.RemoveUnusedNodesPass(),
+        passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        passes.DeduplicateInitializersPass(),
+        passes.CommonSubexpressionEliminationPass(),
+        passes.IdentityEliminationPass(),
+        passes.RemoveUnusedNodesPass(),
+        passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
+        passes.RemoveUnusedOpsetsPass(),
+        passes.OutputFixPass(),
+        passes.NameFixPass(),
+    )(model)
     model.producer_name, model.producer_version = "specexport", None
     model.graph.name = "target"
     model.metadata_props.clear()
@@ -175,9 +198,8 @@ class DataFile:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().reshape(-1)
-    array: np.ndarray[tuple[int], np.dtype[np.uint8]] = flat.view(torch.uint8).numpy()
-    return memoryview(array)
+    flat: np.ndarray[Any, Any] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return flat.data
 
 
 def _numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
@@ -193,10 +215,10 @@ def _values(target: Target, weights: WeightSource) -> Iterator[tuple[str, Callab
     """(name, reader) of every parameter and rope table; names and shapes are checked before the first is read."""
     config = target.config
     for binding in bind(dict(target.named_parameters()), weights, config, ARCHITECTURES[config.architecture]):
-        yield binding.parameter, lambda binding=binding: binding.read(weights, config)
+        yield binding.parameter, partial(binding.read, weights, config)
     for index, rope in enumerate(config.ropes):
         for name, table in zip(("cos", "sin"), rope_tables(rope, target.slots), strict=True):
-            yield f"rope_{name}_{index}", lambda table=table: torch.from_numpy(table).to(target.dtype)
+            yield f"rope_{name}_{index}", partial(torch.from_numpy(table).to, target.dtype)
 
 
 def target_bytes(target: Target) -> int:

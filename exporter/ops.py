@@ -1,4 +1,4 @@
-"""Torch operators that export to exactly one standard ONNX operator each, with their eager reference.
+"""Torch operators that export to standard ONNX operators of our choice, with their eager reference.
 
 ``torch.onnx.export`` would otherwise spell attention, cache updates and rotary embedding as dozens of small nodes that
 no backend fuses again. :data:`TRANSLATIONS` goes to ``custom_translation_table``.
@@ -18,24 +18,29 @@ from specexport.runtime.contract import OPSET
 onnx_op = Opset("", OPSET)
 
 
-@torch.library.custom_op("specexport::tensor_scatter", mutates_args=())
-def tensor_scatter(cache: Tensor, update: Tensor, write: Tensor) -> Tensor:
-    """ONNX TensorScatter-24 (linear) on axis -2: rows ``write ..`` of ``cache`` replaced by ``update``.
+@torch.library.custom_op("specexport::commit_and_append", mutates_args=())
+def commit_and_append(past: Tensor, new: Tensor, commit: Tensor, order: Tensor, write: Tensor) -> Tensor:
+    """The commit recipe: Gather(commit) -> Concat(new) -> Gather(order) -> TensorScatter-24 at ``write``.
 
     Args:
-        cache: [1, Hkv, S, D]. update: [1, Hkv, B, D] with write + B <= S. write: int64 [1].
+        past: [1, Hkv, S, D]. new: [1, Hkv, T, D]. commit: int64 [A]. order: int64 [A + T], from [committed, new].
+        write: int64 [1] with write + A + T <= S.
+
+    Returns:
+        [1, Hkv, S, D], ``past`` with rows ``write ..`` replaced.
     """
-    present = cache.clone()
+    block = torch.cat([past.index_select(2, commit), new], dim=2).index_select(2, order)
     start = int(write[0])
-    if start + update.shape[-2] > cache.shape[-2]:
-        raise ValueError(f"rows {start}..{start + update.shape[-2]} do not fit a cache of {cache.shape[-2]}")
-    present[..., start : start + update.shape[-2], :] = update
+    if start + block.shape[2] > past.shape[2]:
+        raise ValueError(f"rows {start}..{start + block.shape[2]} do not fit a cache of {past.shape[2]}")
+    present = past.clone()
+    present[:, :, start : start + block.shape[2]] = block
     return present
 
 
-@tensor_scatter.register_fake
-def _(cache: Tensor, update: Tensor, write: Tensor) -> Tensor:
-    return torch.empty_like(cache)
+@commit_and_append.register_fake
+def _(past: Tensor, new: Tensor, commit: Tensor, order: Tensor, write: Tensor) -> Tensor:
+    return torch.empty_like(past)
 
 
 @torch.library.custom_op("specexport::attention", mutates_args=())
@@ -105,8 +110,9 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-def _tensor_scatter(cache: Any, update: Any, write: Any) -> Any:
-    return onnx_op.TensorScatter(cache, update, write, axis=-2)
+def _commit_and_append(past: Any, new: Any, commit: Any, order: Any, write: Any) -> Any:
+    joined = onnx_op.Concat(onnx_op.Gather(past, commit, axis=2), new, axis=2)
+    return onnx_op.TensorScatter(past, onnx_op.Gather(joined, order, axis=2), write, axis=-2)
 
 
 def _attention(query: Any, key: Any, value: Any, mask: Any, scale: float) -> Any:
@@ -131,7 +137,7 @@ def _linear_transposed(x: Any, weight: Any) -> Any:
 
 #: ATen-style overload -> function that emits its ONNX node.
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.ops.specexport.tensor_scatter.default: _tensor_scatter,
+    torch.ops.specexport.commit_and_append.default: _commit_and_append,
     torch.ops.specexport.attention.default: _attention,
     torch.ops.specexport.rotary.default: _rotary,
     torch.ops.specexport.rms_norm.default: _rms_norm,

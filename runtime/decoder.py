@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ from specexport.runtime.stopping import FinishReason
 from specexport.runtime.tree import Tree
 
 _LAYOUTS_KEPT = 64
+#: Which decoder's tokens an engine's cache holds; several may take turns on one engine.
+_HOLDERS: WeakKeyDictionary[TargetEngine, ReferenceType[Decoder]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class Decoder:
 
     def forget(self) -> None:
         """Empty the cache."""
+        _HOLDERS[self._engine] = ref(self)
         self._engine.reset()
         self._rows = CacheRows()
         self._tokens: list[int] = []
@@ -140,6 +144,7 @@ class Decoder:
                 budget, self._exhausted = max_tokens, "length"
         statistics.drafter = self.drafter.name if self.drafter else "none"
         statistics.prompt_tokens = len(prompt)
+        self._take_engine()
         self._run = run = self._run + 1
         try:
             start = perf_counter()
@@ -174,7 +179,7 @@ class Decoder:
         except GeneratorExit:
             raise
         except BaseException:
-            if run == self._run:
+            if self._is_newest(run):
                 self.forget()
             raise
 
@@ -258,9 +263,20 @@ class Decoder:
             layout = self._layouts[key] = tree.mask(), tree.depths()
         return layout
 
+    def _take_engine(self) -> None:
+        """Make the engine's cache ours; what another decoder left in it is not what we remember."""
+        holder = _HOLDERS.get(self._engine)
+        if holder is None or holder() is not self:
+            self._rows, self._tokens = CacheRows(), []
+            _HOLDERS[self._engine] = ref(self)
+
+    def _is_newest(self, run: int) -> bool:
+        holder = _HOLDERS.get(self._engine)
+        return run == self._run and holder is not None and holder() is self
+
     def _check_newest(self, run: int) -> None:
-        if run != self._run:
-            raise UsageError("this generation was ended by a newer one: a session decodes one sequence at a time")
+        if not self._is_newest(run):
+            raise UsageError("this generation was ended by a newer one: an engine decodes one sequence at a time")
 
     def _finish(self, stopped: bool, budget: int) -> FinishReason | None:
         if stopped:

@@ -22,8 +22,8 @@ class TargetEngine(Protocol):
     """One loaded target with its caches. Not thread safe; one sequence at a time.
 
     Attributes:
-        slots: S, cache rows. vocab_size: V, width of a row of logits. features: F, 0 when the graph has none.
-        commit_sizes: values A may take (None: any, also 0).
+        slots: S, rows that may hold tokens. vocab_size: V, width of a row of logits.
+        features_size: F, 0 when the graph has no features.
     """
 
     slots: int

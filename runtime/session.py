@@ -110,11 +110,10 @@ class Session:
         self._template: ChatTemplate | None = None
         if engine is None or isinstance(engine, str):
             engine = find_engine(engine or bundle.manifest.engine)(bundle.path, threads=threads)
-        # An engine may keep rows for itself, so its context is the one that counts.
-        if engine.vocab_size != target.vocab_size or engine.slots > target.slots:
+        if (engine.vocab_size, engine.slots) != (target.vocab_size, target.slots):
             raise BundleError(
                 f"the engine has vocabulary {engine.vocab_size} and {engine.slots} cache rows, expected "
-                f"{target.vocab_size} and at most {target.slots} by the manifest: build the bundle again"
+                f"{target.vocab_size} and {target.slots} by the manifest: build the bundle again"
             )
         self._decoder = Decoder(
             engine,

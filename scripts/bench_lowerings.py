@@ -2,8 +2,8 @@
 
     python scripts/bench_lowerings.py CHECKPOINT [--threads 2] [--slots 1024 4096]
 
-``attention`` is the exported graph as it is (Attention over all S slots), ``slice`` cuts its caches and mask to the used
-rows first, ``grouped`` is the lowering that bundles carry. Variants alternate in one process; medians.
+``attention`` is the exported graph as it is (Attention over all S slots), ``slice`` cuts its caches and mask to the
+used rows first, ``grouped`` is the lowering that bundles carry. Variants alternate in one process; medians.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     threads = arguments.threads or physical_cores()
-    print(f"onnxruntime {onnxruntime.__version__}, {threads} threads, fp32, {platform.processor() or platform.machine()}")
+    print(
+        f"onnxruntime {onnxruntime.__version__}, {threads} threads, fp32, {platform.processor() or platform.machine()}"
+    )
     print(f"{'S':>5} {'variant':>10} {'used':>6} " + " ".join(f"{f'T={width}':>8}" for width in WIDTHS))
     records = []
     with tempfile.TemporaryDirectory() as folder:
@@ -106,7 +108,9 @@ def main() -> None:
                 for name in engines:
                     medians = [1e3 * statistics.median(times[name, width][2:]) for width in WIDTHS]
                     print(f"{slots:>5} {name:>10} {past:>6} " + " ".join(f"{value:8.1f}" for value in medians))
-                    records.append({"slots": slots, "variant": name, "used": past, "ms": dict(zip(WIDTHS, medians))})
+                    records.append(
+                        {"slots": slots, "variant": name, "used": past, "ms": dict(zip(WIDTHS, medians, strict=True))}
+                    )
             del engines
     if arguments.json:
         arguments.json.write_text(json.dumps(records, indent=2))

@@ -76,3 +76,20 @@ def smollm2_gguf() -> Path:
 def smollm2_bundle() -> Bundle:
     """The demo's fp32 bundle of that model: from the cache, or built (half a minute)."""
     return demo.demo_bundle(Progress(quiet=True))
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sharded Hugging Face directory of a random two-layer Llama (``tests.tiny.LLAMA``). Not to be changed."""
+    from tests.tiny import write_llama
+
+    return write_llama(tmp_path_factory.mktemp("tiny") / "checkpoint", shards=2)
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tiny_checkpoint: Path) -> Bundle:
+    """That checkpoint, built at S = 128 (a few seconds, once). Not to be changed: copy it to damage it."""
+    from specexport.exporter.pipeline import BuildOptions, build
+
+    options = BuildOptions(source=str(tiny_checkpoint), output=tiny_checkpoint.parent / "bundle", window=128)
+    return build(options, Progress(quiet=True)).bundle

@@ -52,7 +52,8 @@ def rows(part: Callable[[TargetConfig], tuple[int, ...]], index: int) -> Transfo
         sizes = part(config)
         if tensor.shape[0] != sum(sizes):
             raise CheckpointError(f"fused matrix has {tensor.shape[0]} rows, the config makes {sum(sizes)}: {sizes}")
-        return tensor.split(list(sizes), dim=0)[index].t()
+        start = sum(sizes[:index])
+        return tensor[start : start + sizes[index]].t()
 
     return transform
 

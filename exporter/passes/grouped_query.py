@@ -7,8 +7,9 @@ that have to move are moved beforehand by the graph of :func:`commit_model` (mos
 
 A lone node is attended as two equal rows. The operator takes another code path, with another order of additions, for
 one row than for several; with two, a row's result does not depend on how many rows share the call, and a chain of
-drafts gives bit for bit the logits of plain decoding (matrix products are already independent of it; measured, and held
-by a test). The second row needs a place even after the last slot, so lowered caches have ``CPU_SPARE_ROWS`` more. Columns of a branching tree still add up in another order, which costs about 1e-7.
+drafts gives bit for bit the logits of plain decoding (matrix products are already independent of it; a test holds it).
+The second row needs a place even after the last slot, so lowered caches have ``CPU_SPARE_ROWS`` more. Columns of a
+branching tree still add up in another order, which costs about 1e-7.
 
 Why: over 4096 slots ``Attention`` reads and copies all of them, whatever the used length, and a ``Slice`` before it
 copies the used ones; GroupQueryAttention does neither (``scripts/bench_lowerings.py`` measures all three).
@@ -181,7 +182,9 @@ def _flatten(graph: ir.Graph, before: ir.Node, value: ir.Value | None, layer: st
     transpose = _producer(rotary.inputs[0] if rotated and rotary is not None else value, "Transpose", layer)
     split = transpose.inputs[0]
     assert split is not None and split.shape is not None
-    heads, width = int(split.shape[2]), int(split.shape[3])
+    heads, width = (dim for dim in split.shape[2:])
+    if not isinstance(heads, int) or not isinstance(width, int):
+        raise SpecExportError(f"attention {layer!r}: head count and width must be static, got {split.shape}")
     source = split.producer()
     if source is not None and source.op_type == "Reshape":
         flat = source.inputs[0]

@@ -116,7 +116,7 @@ def test_an_unreachable_hub_is_a_reason_not_a_crash(tmp_path: Path, monkeypatch:
     def unreachable(*_: Any, **__: Any) -> str:
         raise ConnectionError("no route")
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    monkeypatch.setattr(huggingface_hub, "model_info", unreachable)
     with pytest.raises(demo.FetchError, match="unreachable \\(ConnectionError\\)"):
         demo._from_hub(tmp_path)
 

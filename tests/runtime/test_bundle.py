@@ -6,39 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 
-from specexport.runtime import onnx_scan
 from specexport.runtime.bundle import Bundle, Check
 from specexport.runtime.bundle_writer import BundleWriter
 from specexport.runtime.errors import BundleError, UsageError
 from specexport.runtime.manifest import Manifest
-from specexport.runtime.onnx_scan import ExternalData, external_data
-
-DATA = "target.onnx.data"
-
-
-def external(location: str | None = DATA, name: str = "w", **entries: object) -> TensorProto:
-    """A float tensor of 4 elements with external data."""
-    tensor = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
-    for key, value in (({"location": location} if location is not None else {}) | entries).items():
-        tensor.external_data.add(key=key, value=str(value))
-    return tensor
-
-
-def graph(*initializers: TensorProto, nodes: list[onnx.NodeProto] | None = None, name: str = "g") -> onnx.GraphProto:
-    return helper.make_graph(nodes or [], name, [], [], initializer=list(initializers))
-
-
-def model(*initializers: TensorProto, **more: Any) -> bytes:
-    return bytes(helper.make_model(graph(*initializers, **more)).SerializeToString())
-
-
-def nested(attribute: dict[str, Any]) -> bytes:
-    return model(nodes=[helper.make_node("If", ["c"], ["y"], **attribute)])
+from tests.runtime.graphs import DATA, PLACES, external, model
 
 
 @pytest.fixture
@@ -229,55 +204,6 @@ def test_generation_config_must_be_an_object(text: str, write: Callable[..., Bun
         _ = loaded.generation_config
 
 
-FIRST, SECOND = external("a", "a", offset=0, length=4), external("b", "b", offset=4)
-SPARSE = onnx.SparseTensorProto(values=FIRST, indices=SECOND, dims=[9])
-
-
-def _function() -> bytes:
-    function = helper.make_function("d", "f", [], ["y"], [helper.make_node("Constant", [], ["y"], value=FIRST)], [])
-    function.attribute_proto.append(helper.make_attribute("default", SECOND))
-    proto = helper.make_model(graph(), functions=[function])
-    return bytes(proto.SerializeToString())
-
-
-def _sparse_initializer() -> bytes:
-    proto = helper.make_model(graph())
-    proto.graph.sparse_initializer.append(SPARSE)
-    return bytes(proto.SerializeToString())
-
-
-def _training() -> bytes:
-    proto = helper.make_model(graph())
-    proto.training_info.add(initialization=graph(FIRST), algorithm=graph(SECOND))
-    return bytes(proto.SerializeToString())
-
-
-PLACES: dict[str, Callable[[], bytes]] = {
-    "initializers": lambda: model(FIRST, SECOND),
-    "among inline ones": lambda: model(numpy_helper.from_array(np.ones(99, np.float32), "i"), FIRST, SECOND),
-    "attributes": lambda: nested({"t": FIRST, "u": SECOND}),
-    "attribute lists": lambda: nested({"t": [FIRST, SECOND]}),
-    "subgraphs": lambda: nested({"then_branch": graph(FIRST), "else_branch": graph(SECOND)}),
-    "subgraph lists": lambda: nested({"branches": [graph(FIRST), graph(SECOND)]}),
-    "subgraph in a subgraph": lambda: nested(
-        {"g": graph(FIRST, nodes=[helper.make_node("If", ["c"], ["y"], g=graph(SECOND))])}
-    ),
-    "functions": _function,
-    "sparse attributes": lambda: nested({"s": SPARSE}),
-    "sparse attribute lists": lambda: nested({"s": [SPARSE]}),
-    "sparse initializers": _sparse_initializer,
-    "training": _training,
-}
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_scan_finds_external_data_wherever_it_may_be(place: str, tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
-    path.write_bytes(PLACES[place]())
-    found = sorted(external_data(path), key=lambda record: record.location)
-    assert found == [ExternalData("a", 0, 4), ExternalData("b", 4, None)]
-
-
 @pytest.mark.parametrize("place", PLACES)
 def test_refuses_external_data_outside_wherever_it_is(place: str, bundle: Path) -> None:
     replace_graph(bundle, PLACES[place]())
@@ -314,68 +240,6 @@ def test_external_data_must_lie_within_the_file(tensor: TensorProto, message: st
     replace_graph(bundle, model(tensor))
     with pytest.raises(BundleError, match=message):
         Bundle.load(bundle)
-
-
-def _varint(value: int) -> bytes:
-    out = b""
-    while value >= 128:
-        out, value = out + bytes([value & 127 | 128]), value >> 7
-    return out + bytes([value])
-
-
-def _field(number: int, content: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(content)) + content
-
-
-def _deep() -> bytes:
-    content = b""
-    for _ in range(1000):  # graph > node > attribute > graph
-        content = _field(1, _field(5, _field(6, content)))
-    return _field(7, content)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "empty"),
-        (b"not a model", "not a valid ONNX file"),
-        (_field(2, b"producer"), "no graph in it"),
-        (model(external())[:-3], "truncated"),
-        (b"\x3a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", "truncated: a field of 18446744073709551615 bytes"),
-        (b"\x3a" + b"\xff" * 11, "more than 64 bits"),
-        (b"\x3b", "wire type 3"),
-        (b"\x02\x00", "field number 0"),
-        (_field(7, b"") * 2, "field 7 of a model occurs twice"),
-        (_deep(), "nested more than"),
-        (_field(7, _field(5, _field(13, _field(1, b"location") + _field(2, b"x" * 5000)))), "entry of 5000 bytes"),
-        (_field(7, _field(5, _field(13, _field(1, b"location") + _field(2, b"\xff")))), "not UTF-8"),
-        (_field(7, _field(5, _field(13, _field(1, b"location")) * 2)), "keys location, location"),
-    ],
-)
-def test_refuses_malformed_graphs(content: bytes, message: str, bundle: Path) -> None:
-    replace_graph(bundle, content)
-    with pytest.raises(BundleError, match=message):
-        Bundle.load(bundle)
-
-
-def test_scan_is_bounded(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_graph(bundle, _field(7, _field(1, b"") * 1000))
-    Bundle.load(bundle)
-    monkeypatch.setattr(onnx_scan, "MAX_FIELDS", 999)
-    with pytest.raises(BundleError, match="more than 999 fields"):
-        Bundle.load(bundle)
-
-
-def test_refuses_every_truncation_or_finds_the_same(tmp_path: Path) -> None:
-    """No prefix of a graph may hide a tensor's place: it is refused unless it ends before the graph."""
-    whole = model(FIRST, SECOND)
-    path = tmp_path / "m.onnx"
-    for size in range(1, len(whole)):
-        path.write_bytes(whole[:size])
-        try:
-            assert len(external_data(path)) == 2
-        except BundleError:
-            continue
 
 
 def left_over(folder: Path) -> list[str]:

@@ -453,3 +453,41 @@ def test_layouts_kept_are_bounded() -> None:
     for _ in range(3):
         decode(decoder, model, PROMPT, SamplingParams(), 150)
     assert 10 < most <= 64
+
+
+def test_decoders_may_take_turns_on_one_engine() -> None:
+    """Rows that another decoder wrote are never taken for a shared prefix."""
+    model = ToyModel(40, seed=5)
+    engine = FakeEngine(model, slots=96)
+    first, second = Decoder(engine), Decoder(engine)
+
+    def run(decoder: Decoder, prompt: list[int]) -> list[int]:
+        sampler = Sampler(SamplingParams(max_tokens=12), 40)
+        blocks = decoder.decode(
+            prompt, sampler, max_tokens=12, stop=never, cancelled=lambda: False, statistics=RunStatistics()
+        )
+        return [token for block in blocks for token in block.tokens]
+
+    prompts = [[1, 2, 3, 4], [1, 2, 3, 9], [1, 2, 7], [5]]
+    expected = [run(Decoder(FakeEngine(model, slots=96)), prompt) for prompt in prompts]
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        assert run(first, prompt) == tokens
+        assert run(second, [8, 8, 8, 8, 8, 8]) == run(Decoder(FakeEngine(model, slots=96)), [8] * 6)
+
+
+def test_a_generation_ends_when_another_decoder_takes_the_engine() -> None:
+    engine = FakeEngine(ToyModel(40, seed=5), slots=96)
+    first, second = Decoder(engine), Decoder(engine)
+
+    def begin(decoder: Decoder) -> Iterator[Block]:
+        sampler = Sampler(SamplingParams(max_tokens=12), 40)
+        return decoder.decode(
+            [1, 2], sampler, max_tokens=12, stop=never, cancelled=lambda: False, statistics=RunStatistics()
+        )
+
+    older, newer = begin(first), begin(second)
+    next(older)
+    next(newer)
+    with pytest.raises(UsageError, match="ended by a newer one"):
+        next(older)
+    assert len(list(newer)) > 0

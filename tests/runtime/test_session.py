@@ -252,7 +252,7 @@ class TestSettings:
             make_session(engine="abacus")
 
     def test_an_engine_that_contradicts_the_manifest(self, make_session: MakeSession) -> None:
-        with pytest.raises(BundleError, match="33 and 400 cache rows, expected 32 and at most 400"):
+        with pytest.raises(BundleError, match="33 and 400 cache rows, expected 32 and 400"):
             make_session(engine=FakeEngine(ToyModel(33, 0), 400))
         with pytest.raises(BundleError, match="32 and 401 cache rows"):
             make_session(engine=FakeEngine(ToyModel(VOCAB, 0), 401))
