@@ -120,7 +120,7 @@ def _rope(architecture: str, c: Mapping[str, Any], head_dim: int, part: Any, the
     aliases = {"su": "longrope", "yarn": "longrope"} if architecture == "phi3" else {}
     kinds = {aliases.get(kind, kind) for kind in kinds}
     bare = not kinds and not params.keys() - {"rope_theta", "partial_rotary_factor"}
-    kind = "default" if bare else kinds.pop() if kinds else None
+    kind = "default" if bare else kinds.pop() if kinds else ""
     if kinds or kind not in _ROPE_KEYS:
         raise CheckpointError(f"config: {source} {text(part)} has no single rope_type of {', '.join(_ROPE_KEYS)}")
     partial = c["partial_rotary_factor"]

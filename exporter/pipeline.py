@@ -27,7 +27,7 @@ from specexport.runtime.manifest import SCHEMA_VERSION, DrafterInfo, Lineage, Ma
 
 #: Cache slots unless told otherwise; never more than the model was trained for.
 DEFAULT_WINDOW = 4096
-DEFAULT_CHUNK = 64
+DEFAULT_CHUNK = 256
 #: The drafter a bundle uses unless told otherwise.
 DEFAULT_DRAFTER = "suffix"
 #: Distributions whose versions a manifest records.

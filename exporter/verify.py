@@ -1,16 +1,18 @@
 """``verify``: what a bundle promises, measured on the device it lies on, and written to ``report.json``.
 
-Needs no torch: the reference for logits is the bundle's own target graph as exported (plain operators, whole sequence in
-one call), run without optimisation. With the checkpoint given, Transformers is a second, independent reference.
+Needs no torch: the reference for logits is the bundle's own target graph as exported (plain operators, whole sequence
+in one call), run without optimisation. With the checkpoint given, Transformers is a second, independent reference.
+Every generation starts in a new session with an empty cache, so no check can lean on what another left behind.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +21,17 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from specexport.engines.ort import OrtEngine
-from specexport.exporter.parity import ParityError, exercise
+from specexport.exporter.parity import Deviation, exercise
 from specexport.exporter.progress import Progress
-from specexport.runtime.bundle import REPORT, Bundle
+from specexport.runtime.bundle import REPORT, Bundle, check_files
+from specexport.runtime.cache import common_prefix
 from specexport.runtime.drafters import DRAFTERS, NO_DRAFTER
 from specexport.runtime.engine import TargetEngine, find_engine
-from specexport.runtime.errors import UsageError
+from specexport.runtime.errors import BundleError, UsageError
 from specexport.runtime.sampling import SamplingParams
 from specexport.runtime.session import Session
 
-#: Largest difference of a logit, relative to the largest logit (or 1), by dtype of the weights.
+#: Largest difference of a logit or a cache entry, relative to the largest one (or 1), by dtype of the weights.
 LIMITS = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
 #: Prompts when none are given: prose, code, a list, another script.
 PROMPTS = (
@@ -39,8 +42,12 @@ PROMPTS = (
 )
 #: Tokens generated for each prompt.
 NEW_TOKENS = 48
-#: Sampling settings whose tokens must not depend on the drafter.
-SAMPLED = ({"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.0})
+#: Sampling settings under which tokens must not depend on the drafter, by the name of the check.
+SETTINGS = {
+    "greedy": SamplingParams(max_tokens=NEW_TOKENS),
+    "sampled_temperature_0.8_top_p_0.9": SamplingParams(max_tokens=NEW_TOKENS, temperature=0.8, top_p=0.9),
+    "sampled_temperature_1": SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +55,23 @@ class Check:
     """One measured promise: it holds when ``figure`` is at most ``limit``. ``note`` says more when it does not."""
 
     name: str
-    passed: bool
     figure: float
     limit: float
     note: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.figure <= self.limit
+
+    def to_dict(self) -> dict[str, Any]:
+        """Stable JSON; a figure that is no number (the logits were NaN) is null."""
+        return {
+            "name": self.name,
+            "passed": self.passed,
+            "figure": self.figure if math.isfinite(self.figure) else None,
+            "limit": self.limit,
+            "note": None if self.passed else self.note,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +93,7 @@ class Report:
             "bundle": str(self.bundle),
             "engine": self.engine,
             "onnxruntime": onnxruntime.__version__,
-            "checks": [asdict(check) for check in self.checks],
+            "checks": [check.to_dict() for check in self.checks],
         }
 
 
@@ -93,21 +113,25 @@ def verify(
         prompts: text file, one prompt a line. engine: entry point, None for the bundle's own.
 
     Raises:
-        BundleError: the bundle cannot be loaded. UsageError: an engine or prompt file that is no use.
+        BundleError: the bundle cannot be loaded. UsageError: an engine, prompt file or checkpoint that is no use.
     """
-    opened = Bundle.load(bundle, check="full")
+    opened = Bundle.load(bundle)
     texts = _prompts(prompts)
     name = engine or opened.manifest.engine
-    checks: list[Check] = [Check("files", True, 0, 0)]
-    with progress.stage("logits against a full recompute"):
-        checks += _logits(opened, lambda: find_engine(name)(opened.path, threads=threads), threads)
-    loaded = find_engine(name)(opened.path, threads=threads)
-    encoded = [_fit(opened, opened.tokenizer.encode(text)) for text in texts]
-    with progress.stage("tokens, speculative against plain", 3 * len(encoded)) as stage:
-        checks += _tokens(opened, loaded, encoded, stage.advance)
-    if checkpoint is not None:
-        with progress.stage("against Transformers"):
-            checks += _transformers(opened, loaded, checkpoint, encoded)
+    factory = find_engine(name)
+    checks: list[Check] = []
+    with progress.stage("hashes"):
+        checks.append(_files(opened))
+    if checks[0].passed:  # what is damaged is not run
+        with progress.stage("logits against a full recompute"):
+            checks += _logits(opened, lambda: factory(opened.path, threads=threads), threads)
+        loaded = factory(opened.path, threads=threads)
+        encoded = [_fit(opened, opened.tokenizer.encode(text)) for text in texts]
+        with progress.stage("tokens, speculative against plain", len(SETTINGS) * len(encoded)) as stage:
+            checks += _tokens(opened, loaded, encoded, stage.advance)
+        if checkpoint is not None:
+            with progress.stage("against Transformers"):
+                checks += _transformers(opened, loaded, load_transformers(checkpoint), encoded)
     report = Report(opened.path, name, tuple(checks))
     _write(opened.path / REPORT, report)
     return report
@@ -116,7 +140,10 @@ def verify(
 def _prompts(path: Path | None) -> list[str]:
     if path is None:
         return list(PROMPTS)
-    texts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        texts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 (byte {error.start})") from None
     if not texts:
         raise UsageError(f"{path} has no prompts: expected one a line")
     return texts
@@ -128,36 +155,39 @@ def _fit(bundle: Bundle, tokens: list[int]) -> list[int]:
     return tokens[:room]
 
 
+def _files(bundle: Bundle) -> Check:
+    try:
+        check_files(bundle.path, bundle.manifest, "full")
+    except BundleError as error:
+        return Check("files", 1, 0, str(error))
+    return Check("files", 0, 0)
+
+
 def _logits(bundle: Bundle, make_engine: Callable[[], TargetEngine], threads: int) -> Iterator[Check]:
-    """Chunks, trees and commits on the engine against the exported graph; relative to the size of the logits."""
+    """Chunks, trees and commits on the engine against the exported graph."""
     target = bundle.manifest.target
     reference = OrtEngine(bundle.path, threads=threads, lowered=False, optimize=False)
-    known: dict[tuple[int, ...], NDArray[np.float32]] = {}
 
     def recompute(tokens: Sequence[int]) -> NDArray[np.float32]:
-        key = tuple(tokens)
-        if key not in known:
-            count = len(key)
-            index = np.arange(count)
-            none = np.zeros(0, np.int64)
-            chain = np.tril(np.ones((count, count), bool))
-            last = np.array([count - 1])
-            known[key] = reference.run(np.array(key), index, chain, 0, 0, none, last).copy()
-        return known[key]
+        return _forward(reference, tokens, len(tokens) - 1)
 
-    size = max(1.0, float(np.abs(recompute([0, 1, 2])).max()))
-    limit = LIMITS[target.dtype] * size
-    note = None
-    try:
-        logits, cache = exercise(
-            make_engine, recompute, vocab=target.valid_vocab, limit=limit, to_the_end=target.slots <= 256
-        )
-    except ParityError as error:
-        logits = cache = float("inf")
-        note = str(error)
-    passed = note is None
-    yield Check("logits_teacher_forced", passed, logits / size, limit / size, note)
-    yield Check("cache_equals_fresh_prefill", passed, cache / size, limit / size, note)
+    found = exercise(make_engine, recompute, vocab=target.valid_vocab, to_the_end=target.slots <= 256)
+    for name, worst in zip(("logits_teacher_forced", "cache_equals_fresh_prefill"), found, strict=True):
+        yield _deviation(name, worst, LIMITS[target.dtype])
+
+
+def _deviation(name: str, worst: Deviation, limit: float) -> Check:
+    return Check(name, worst.relative, limit, f"{worst.error:.2e} of {worst.size:.2e} at {worst.where}")
+
+
+def _forward(engine: TargetEngine, tokens: Sequence[int], first: int) -> NDArray[np.float32]:
+    """Logits [len - first, V] of a sequence in one call, from nothing."""
+    count = len(tokens)
+    causal = np.tri(count, dtype=bool)
+    nothing = np.zeros(0, np.int64)
+    return engine.run(
+        np.array(tokens, np.int64), np.arange(count), causal, 0, 0, nothing, np.arange(first, count)
+    ).copy()
 
 
 def _tokens(
@@ -165,93 +195,99 @@ def _tokens(
 ) -> Iterator[Check]:
     """Every drafter against plain decoding, greedy and sampled with the same seed; counts differing runs."""
     offered = [info.name for info in bundle.manifest.drafters] or list(DRAFTERS)
-    sessions = {name: Session(bundle, drafter=name, engine=engine) for name in [NO_DRAFTER, *offered]}
-    for label, settings in (("greedy", {}), *((_label(s), s) for s in SAMPLED)):
-        wrong = dict.fromkeys(offered, 0)
-        first: str | None = None
+    for label, settings in SETTINGS.items():
+        differing: dict[str, list[str]] = {name: [] for name in offered}
         for seed, prompt in enumerate(prompts):
-            params = SamplingParams(max_tokens=NEW_TOKENS, seed=seed, **settings)
-            outputs = {name: session.generate(prompt, params).token_ids for name, session in sessions.items()}
+            params = replace(settings, seed=seed)
+            plain = _generate(bundle, engine, NO_DRAFTER, prompt, params)
             for name in offered:
-                if outputs[name] != outputs[NO_DRAFTER]:
-                    wrong[name] += 1
-                    first = first or f"{name}, prompt {seed}, token {_first(outputs[name], outputs[NO_DRAFTER])}"
+                tokens = _generate(bundle, engine, name, prompt, params)
+                if tokens != plain:
+                    differing[name].append(f"prompt {seed} from token {common_prefix(tokens, plain)}")
             advance(1)
-        for name in offered:
-            yield Check(f"{label}_tokens_{name}", wrong[name] == 0, wrong[name], 0, first if wrong[name] else None)
+        for name, where in differing.items():
+            yield Check(f"{label}_tokens_{name}", len(where), 0, ", ".join(where))
 
 
-def _label(settings: dict[str, float]) -> str:
-    return "sampled_" + "_".join(f"{name}_{value:g}" for name, value in settings.items())
+def _generate(
+    bundle: Bundle, engine: TargetEngine, drafter: str, prompt: list[int], params: SamplingParams
+) -> list[int]:
+    """Tokens of a new session, the stop token included if there is one."""
+    result = Session(bundle, drafter=drafter, engine=engine).generate(prompt, params)
+    return result.token_ids + ([result.stop_match] if isinstance(result.stop_match, int) else [])
 
 
-def _first(left: Sequence[int], right: Sequence[int]) -> int:
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
+def _transformers(bundle: Bundle, engine: TargetEngine, model: Any, prompts: list[list[int]]) -> Iterator[Check]:
+    """Logits of the prompts and their greedy continuations, and those tokens, against Transformers in fp32.
 
-
-def _transformers(bundle: Bundle, engine: TargetEngine, checkpoint: Path, prompts: list[list[int]]) -> Iterator[Check]:
-    """Logits of the prompts, and greedy tokens, of the checkpoint in Transformers at fp32."""
+    A token counts as wrong when Transformers, given the same tokens before it, prefers another one by more than the
+    limit for logits: rounding may turn a tie.
+    """
     import torch
 
-    model = load_transformers(checkpoint)
-    limit = LIMITS[bundle.manifest.target.dtype]
-    session = Session(bundle, drafter=NO_DRAFTER, engine=engine)
-    worst = 0.0
-    wrong = 0
-    note = None
+    target = bundle.manifest.target
+    limit = LIMITS[target.dtype]
+    worst = Deviation()
+    wrong: list[str] = []
     for index, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=NEW_TOKENS)
-        output = session.generate(prompt, params)
-        sequence = prompt + output.token_ids
+        output = _generate(bundle, engine, NO_DRAFTER, prompt, SETTINGS["greedy"])
+        sequence, first = (prompt + output)[: target.slots], len(prompt) - 1
         with torch.no_grad():
-            logits = model(torch.tensor([sequence]), use_cache=False).logits[0].float().numpy()
-        count = len(sequence)
-        engine.reset()
-        mine = engine.run(
-            np.array(sequence),
-            np.arange(count),
-            np.tril(np.ones((count, count), bool)),
-            0,
-            0,
-            np.zeros(0, np.int64),
-            np.arange(len(prompt) - 1, count),
-        )
-        expected = logits[len(prompt) - 1 :]
-        size = max(1.0, float(np.abs(expected).max()))
-        worst = max(worst, float(np.abs(mine - expected).max()) / size)
-        differ = _first(output.token_ids, expected[:, : bundle.manifest.target.valid_vocab].argmax(-1).tolist())
-        if differ < len(output.token_ids):
-            top = np.sort(expected[differ])[-2:]
-            # Half precision may turn a near tie; the margin says whether it was one.
-            if float(top[1] - top[0]) > limit * size:
-                wrong += 1
-                note = note or f"prompt {index}, token {differ}, top-2 margin {top[1] - top[0]:.4f}"
-    yield Check("transformers_logits", worst <= limit, worst, limit)
-    yield Check("transformers_greedy_tokens", wrong == 0, wrong, 0, note)
+            logits = model(torch.tensor([sequence]), use_cache=False).logits[0, first:].float().numpy()
+        worst.note(_forward(engine, sequence, first), logits, f"prompt {index}")
+        possible = logits[: len(output), : target.valid_vocab]
+        margins = possible.max(-1) - possible[np.arange(len(possible)), output[: len(possible)]]
+        if (far := np.flatnonzero(margins > limit * max(1.0, float(np.abs(logits).max())))).size:
+            wrong.append(f"prompt {index} token {far[0]} by {margins[far[0]]:.2e}")
+    yield _deviation("transformers_logits", worst, limit)
+    yield Check("transformers_greedy_tokens", len(wrong), 0, ", ".join(wrong))
 
 
 def load_transformers(checkpoint: Path) -> Any:
-    """The checkpoint as Transformers reads it, in fp32.
+    """The checkpoint as a Transformers model in fp32.
+
+    A directory is read by Transformers itself. A GGUF file is read by us (Transformers would need ``accelerate`` and
+    reads fewer types), so there only the model is independent, not the dequantisation.
 
     Raises:
-        UsageError: Transformers is not installed or cannot load it.
+        UsageError: Transformers is not installed or cannot load it. CheckpointError: a GGUF file that we cannot read.
     """
     try:
         import torch
-        from transformers import AutoModelForCausalLM
+        import transformers
     except ImportError as error:
         raise UsageError(f"comparing with Transformers needs it: pip install transformers ({error})") from None
-    where: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint}
-    if checkpoint.is_file():
-        where = {"pretrained_model_name_or_path": checkpoint.parent, "gguf_file": checkpoint.name}
+    transformers.utils.logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            **where, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-        )
+        if checkpoint.is_dir():
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                checkpoint, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+            )
+        else:
+            model = _from_gguf(checkpoint)
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"Transformers cannot load {checkpoint}: {str(error).splitlines()[0]}") from None
     return model.eval()
+
+
+def _from_gguf(path: Path) -> Any:
+    import torch
+    import transformers
+
+    from specexport.exporter.checkpoint import open_checkpoint
+
+    source = open_checkpoint(str(path))
+    config = transformers.AutoConfig.for_model(**source.config)
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32)
+    state = model.state_dict()  # strict by hand, one tensor at a time: the model is in memory once
+    names = set(source.weights.names())
+    if missing := sorted(set(state) - names - ({"lm_head.weight"} if config.tie_word_embeddings else set())):
+        raise UsageError(f"Transformers' model has {missing[0]}, which {path} has not")
+    with torch.no_grad():
+        for name in names:
+            state[name].copy_(source.weights.read(name))
+    return model
 
 
 def _write(path: Path, report: Report) -> None:
