@@ -7,6 +7,8 @@ overflow on Gemma and cost accuracy everywhere, and at a handful of rows their t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -46,6 +48,15 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         normed: Tensor = ops.rms_norm(x.float(), self.weight, self.eps)
         return normed
+
+
+class Step(NamedTuple):
+    """What every layer needs of one call's inputs."""
+
+    positions: Tensor
+    write: Tensor
+    commit: Tensor
+    order: Tensor
 
 
 class Masks(nn.Module):
@@ -102,19 +113,16 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
+        step: Step,
         rope: tuple[Tensor, Tensor],
-        positions: Tensor,
         mask: Tensor,
         cache: tuple[Tensor, Tensor],
-        write: Tensor,
-        commit: Tensor,
-        order: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        query = ops.rotary(self._heads(self.q_proj(x), self.heads, self.q_norm), *rope, positions)
-        key = ops.rotary(self._heads(self.k_proj(x), self.kv_heads, self.k_norm), *rope, positions)
+        query = ops.rotary(self._heads(self.q_proj(x), self.heads, self.q_norm), *rope, step.positions)
+        key = ops.rotary(self._heads(self.k_proj(x), self.kv_heads, self.k_norm), *rope, step.positions)
         value = self._heads(self.v_proj(x), self.kv_heads, None)
         present = [
-            ops.commit_and_append(past, new, commit, order, write)
+            ops.commit_and_append(past, new, step.commit, step.order, step.write)
             for past, new in zip(cache, (key, value), strict=True)
         ]
         mixed = ops.attention(query, present[0], present[1], mask, self.scale)
@@ -157,16 +165,13 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
+        step: Step,
         rope: tuple[Tensor, Tensor],
-        positions: Tensor,
         mask: Tensor,
         cache: tuple[Tensor, Tensor],
-        write: Tensor,
-        commit: Tensor,
-        order: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         normed = self.input_norm(x).to(self.dtype)
-        mixed, key, value = self.attention(normed, rope, positions, mask, cache, write, commit, order)
+        mixed, key, value = self.attention(normed, step, rope, mask, cache)
         mixed = mixed.float()
         x = x + (mixed if self.attention_out_norm is None else self.attention_out_norm(mixed))
         fed = self.mlp(self.mlp_norm(x).to(self.dtype)).float()
@@ -223,12 +228,13 @@ class Target(nn.Module):
         if config.embedding_scale != 1.0:
             x = x * config.embedding_scale
         masks = self.masks(tree, past, positions)
+        step = Step(positions, write, commit, order)
         ropes = [(getattr(self, f"rope_cos_{i}"), getattr(self, f"rope_sin_{i}")) for i in range(len(config.ropes))]
         presents: list[Tensor] = []
         boundary: dict[Capture, Tensor] = {0: x}
         for index, (block, layer) in enumerate(zip(self.layers, config.layers, strict=True)):
             cache = (caches[2 * index], caches[2 * index + 1])
-            x, key, value = block(x, ropes[layer.rope], positions, masks[layer.window], cache, write, commit, order)
+            x, key, value = block(x, step, ropes[layer.rope], masks[layer.window], cache)
             boundary[index + 1] = x
             presents += [key, value]
         if "final" in self.captures:

@@ -27,7 +27,7 @@ from specexport.runtime.bundle import REPORT, Bundle, check_files
 from specexport.runtime.cache import common_prefix
 from specexport.runtime.drafters import DRAFTERS, NO_DRAFTER
 from specexport.runtime.engine import TargetEngine, find_engine
-from specexport.runtime.errors import BundleError, UsageError
+from specexport.runtime.errors import BundleError, SpecExportError, UsageError
 from specexport.runtime.sampling import SamplingParams
 from specexport.runtime.session import Session
 
@@ -119,6 +119,10 @@ def verify(
     texts = _prompts(prompts)
     name = engine or opened.manifest.engine
     factory = find_engine(name)
+    if checkpoint is not None:
+        from specexport.exporter.checkpoint import open_checkpoint
+
+        open_checkpoint(str(checkpoint))  # refused now rather than after the long checks
     checks: list[Check] = []
     with progress.stage("hashes"):
         checks.append(_files(opened))
@@ -127,11 +131,16 @@ def verify(
             checks += _logits(opened, lambda: factory(opened.path, threads=threads), threads)
         loaded = factory(opened.path, threads=threads)
         encoded = [_fit(opened, opened.tokenizer.encode(text)) for text in texts]
-        with progress.stage("tokens, speculative against plain", len(SETTINGS) * len(encoded)) as stage:
-            checks += _tokens(opened, loaded, encoded, stage.advance)
-        if checkpoint is not None:
-            with progress.stage("against Transformers"):
-                checks += _transformers(opened, loaded, load_transformers(checkpoint), encoded)
+        try:
+            with progress.stage("tokens, speculative against plain", len(SETTINGS) * len(encoded)) as stage:
+                checks += _tokens(opened, loaded, encoded, stage.advance)
+            if checkpoint is not None:
+                with progress.stage("against Transformers"):
+                    checks += _transformers(opened, loaded, load_transformers(checkpoint), encoded)
+        except UsageError:
+            raise
+        except SpecExportError as error:  # logits that are not numbers, for one: to be reported, not raised
+            checks.append(Check("generation", 1, 0, str(error)))
     report = Report(opened.path, name, tuple(checks))
     _write(opened.path / REPORT, report)
     return report

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 
 from specexport.engines.ort import OrtEngine
 from specexport.exporter.config import TargetConfig, read_config
+from specexport.exporter.layers import Capture, Target
 from specexport.exporter.onnx import DTYPES, build_module, export_target, save_target
-from specexport.exporter.parity import Recompute, exercise
+from specexport.exporter.parity import Deviation, Recompute, exercise
 from specexport.exporter.pipeline import write_lowered
-from specexport.runtime.engine import TargetEngine
+from specexport.runtime.tree import Tree
 from tests.exporter.torch_engine import TorchEngine
 
 SLOTS = 48
@@ -140,23 +143,104 @@ def recompute(model: Any) -> Recompute:
     return run
 
 
-def save_engine(config: TargetConfig, weights: StateDict, folder: Path, dtype: str = "fp32") -> None:
-    model, target = export_target(config, SLOTS, DTYPES[dtype])
-    save_target(model, target, weights, folder / "target.onnx")
+#: Graphs by all that decides their operators: rope dialects differ in their tables alone.
+_GRAPHS: dict[tuple[object, ...], ir.Model] = {}
+
+
+def save_engine(
+    config: TargetConfig, weights: StateDict, folder: Path, dtype: str = "fp32", captures: tuple[Capture, ...] = ()
+) -> None:
+    """Export and save a target; tracing is most of the time, so equal graphs are traced once."""
+    rotated = tuple(rope.rotary_dim for rope in config.ropes)
+    key = (replace(config, ropes=(), max_position_embeddings=0), rotated, dtype, captures)
+    if key not in _GRAPHS:
+        _GRAPHS[key], _ = export_target(config, SLOTS, DTYPES[dtype], captures)
+    with torch.device("meta"):
+        target = Target(config, SLOTS, DTYPES[dtype], captures).eval()
+    save_target(_GRAPHS[key], target, weights, folder / "target.onnx")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small are slower on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def engines(config: TargetConfig, weights: StateDict, folder: Path, dtype: str = "fp32") -> Iterator[tuple[str, Any]]:
+    """(name, what makes the engine): the torch module, its graph, and the graph lowered for the CPU."""
+    module = build_module(config, SLOTS, DTYPES[dtype], weights)
+    yield "torch", lambda: TorchEngine(module)
+    save_engine(config, weights, folder, dtype)
+    yield "exported", lambda: OrtEngine(folder, threads=1)
+    write_lowered(folder, config, SLOTS, dtype)
+    yield "lowered", lambda: OrtEngine(folder, threads=1)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_engines_equal_a_full_recompute(case: str, tmp_path: Path) -> None:
     model, config, weights = reference(case)
     full = recompute(model)
-    module = build_module(config, SLOTS, torch.float32, weights)
-    vocab = config.vocab_size
-    exercise(lambda: TorchEngine(module), full, vocab=vocab)
-    save_engine(config, weights, tmp_path)
+    for name, engine in engines(config, weights, tmp_path):
+        logits, cache = exercise(engine, full, vocab=config.vocab_size)
+        assert logits.error <= 1e-4, f"{name}: {logits}"
+        assert cache.error <= 1e-4, f"{name}: {cache}"
 
-    def engine() -> TargetEngine:
-        return OrtEngine(tmp_path, threads=1)
 
-    exercise(engine, full, vocab=vocab)
+@pytest.mark.parametrize("case", ["llama-gqa", "gemma3"])
+def test_half_precision_is_as_close_as_it_can_be(case: str, tmp_path: Path) -> None:
+    """Against the fp32 model; Transformers' own fp16 model is the measure of what rounding costs."""
+    model, config, weights = reference(case)
+    full = recompute(model)
+    half = reference(case)[0].half()
+    floor = Deviation()
+    for seed in range(8):
+        tokens = np.random.default_rng(seed).integers(0, config.vocab_size, 40).tolist()
+        floor.note(recompute(half)(tokens), full(tokens), "")
+    for name, engine in engines(config, weights, tmp_path, "fp16"):
+        logits, cache = exercise(engine, full, vocab=config.vocab_size)
+        assert logits.error <= 2 * floor.error, f"{name}: {logits}, Transformers {floor}"
+        assert cache.relative <= 2e-3, f"{name}: {cache}"  # two ways of ours: a few units in the last place
+
+
+@pytest.mark.parametrize(
+    ("case", "captures"),
+    [("llama-gqa", (0, 1, 2)), ("llama-gqa", ("final", 1)), ("gemma3", (2, "final", 0, 3)), ("phi3", (2,))],
+)
+def test_features_are_the_hidden_states(case: str, captures: tuple[Capture, ...], tmp_path: Path) -> None:
+    """Of every node of a branching step, concatenated in the order asked for."""
+    model, config, weights = reference(case)
+    last: list[torch.Tensor] = []
+    model.model.layers[-1].register_forward_hook(
+        lambda module, args, output: last.append(output[0] if isinstance(output, tuple) else output)
+    )
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, config.vocab_size, 14)
+    tree = Tree(rng.integers(0, config.vocab_size, 5), np.array([-1, 0, 0, 1, 2]))
+    expected = []
+    for node in range(len(tree)):
+        with torch.no_grad():
+            tokens = torch.from_numpy(np.concatenate([prompt, tree.tokens[tree.path(node)]]))[None]
+            states = list(model(tokens, use_cache=False, output_hidden_states=True).hidden_states)
+        named: dict[Capture, torch.Tensor] = dict(enumerate(states[:-1]))
+        named |= {"final": states[-1], config.num_layers: last[-1].reshape(states[-1].shape)}
+        expected.append(torch.cat([named[capture][0, -1] for capture in captures]).numpy())
+    module = build_module(config, SLOTS, torch.float32, weights, captures)
+    save_engine(config, weights, tmp_path, captures=captures)
+    made = [TorchEngine(module), OrtEngine(tmp_path, threads=1)]
     write_lowered(tmp_path, config, SLOTS, "fp32")
-    exercise(engine, full, vocab=vocab)
+    made.append(OrtEngine(tmp_path, threads=1))
+    nothing = np.zeros(0, np.int64)
+    for engine in made:
+        chain = Tree.chain(prompt)
+        engine.run(prompt, np.arange(14), chain.mask(), 0, 0, nothing, np.array([13]))
+        # Logits of one node only: features come for all of them.
+        engine.run(tree.tokens, 14 + tree.depths(), tree.mask(), 14, 14, nothing, np.array([0]))
+        found = engine.features()
+        assert found.shape == (1, 5, len(captures) * config.hidden_size)
+        assert np.abs(found[0] - np.array(expected)).max() <= 1e-4
+        engine.run(tree.tokens[:1], np.array([14]), np.ones((1, 1), bool), 14, 14, nothing, np.array([0]))
+        assert engine.features().shape[1] == 1
+        assert np.abs(engine.features()[0, 0] - expected[0]).max() <= 1e-4

@@ -20,7 +20,6 @@ class TorchEngine:
         self.target, self.pads = target, pads
         self.slots, self.vocab_size = target.slots, config.vocab_size
         self._shape = (1, config.num_kv_heads, target.slots, config.head_dim)
-        self.features: NDArray[np.float32] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -48,9 +47,12 @@ class TorchEngine:
         layers = 2 * len(self.target.layers)
         self.caches = list(outputs[-layers:])
         if self.target.captures:
-            self.features = outputs[1].numpy()
+            self._features: NDArray[np.float32] = outputs[1].numpy()
         logits: NDArray[np.float32] = outputs[0].numpy()
         return logits
+
+    def features(self) -> NDArray[np.float32]:
+        return self._features
 
     def read_cache(self, rows: int) -> list[NDArray[np.float32]]:
         return [cache[0, :, :rows].float().numpy() for cache in self.caches]
