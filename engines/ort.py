@@ -207,8 +207,8 @@ class OrtEngine:
 
     def features(self) -> NDArray[Any]:
         """[1, T, F] of the last call; only for graphs that have them."""
-        index = [value.name for value in self._session.get_outputs()].index(contract.FEATURES)
-        return np.asarray(self._last.binding.get_outputs()[index].numpy())
+        # A binding gives its outputs in the order in which they were bound, not in the graph's: features come last.
+        return np.asarray(self._last.binding.get_outputs()[-1].numpy())
 
     def reset(self) -> None:
         self._caches.zero()
