@@ -13,8 +13,9 @@ import onnx_ir as ir
 from specexport.engines.ort import CPU_COMMIT_FILE, CPU_TARGET_FILE, TARGET_FILE
 from specexport.exporter.checkpoint import Checkpoint, open_checkpoint
 from specexport.exporter.config import TargetConfig, read_config
+from specexport.exporter.graph_file import DTYPES, IR_DTYPES, state_bytes
 from specexport.exporter.layers import Capture
-from specexport.exporter.onnx import DTYPES, IR_DTYPES, export_target, save_target, target_bytes
+from specexport.exporter.onnx import export_target, save_target
 from specexport.exporter.passes import grouped_query
 from specexport.exporter.progress import Progress
 from specexport.exporter.tokenizer import TokenizerFiles, collect_tokenizer
@@ -40,7 +41,7 @@ class BuildOptions:
 
     Attributes:
         source: directory, hub id or GGUF file. output: directory to make. tokenizer: instead of the source's own.
-        dtype: of weights and caches, a key of ``exporter.onnx.DTYPES``.
+        dtype: of weights and caches, a key of ``exporter.graph_file.DTYPES``.
         window: S, cache slots; None: :data:`DEFAULT_WINDOW` or the model's limit.
         prefill_chunk: most prompt tokens in one call.
         drafters: lookup drafters to offer, the first is the default; empty: all. ``none`` first: plain by default.
@@ -85,7 +86,7 @@ def build(options: BuildOptions, progress: Progress) -> BuildResult:
         with progress.stage("trace graph"):
             _check_captures(config, options.features)
             model, target = export_target(config, slots, DTYPES[options.dtype], options.features)
-        with progress.stage("write weights", target_bytes(target)) as stage:
+        with progress.stage("write weights", state_bytes(target)) as stage:
             save_target(model, target, checkpoint.weights, writer.path / TARGET_FILE, stage.advance)
         with progress.stage("lower for CPU"):
             write_lowered(writer.path, config, slots, options.dtype)

@@ -266,7 +266,8 @@ def load_transformers(checkpoint: Path) -> Any:
         import transformers
     except ImportError as error:
         raise UsageError(f"comparing with Transformers needs it: pip install transformers ({error})") from None
-    transformers.utils.logging.disable_progress_bar()
+    logs: Any = transformers.utils.logging
+    logs.disable_progress_bar()
     try:
         if checkpoint.is_dir():
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(

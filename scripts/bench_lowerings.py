@@ -24,7 +24,8 @@ from onnx_ir.passes import common as passes
 from specexport.engines.ort import TARGET_FILE, OrtEngine, physical_cores
 from specexport.exporter.checkpoint import open_checkpoint
 from specexport.exporter.config import read_config
-from specexport.exporter.onnx import DTYPES, export_target, save_target
+from specexport.exporter.graph_file import DTYPES
+from specexport.exporter.onnx import export_target, save_target
 from specexport.exporter.pipeline import write_lowered
 from specexport.runtime import contract
 

@@ -39,6 +39,8 @@ def lower(model: ir.Model, slots: int) -> ir.Model:
     attentions = [node for node in graph if node.op_type == "Attention"]
     if not attentions:
         raise SpecExportError("the graph has no Attention nodes: it is not a target graph, or was lowered already")
+    if missing := [name for name in contract.STEP_INPUTS if name not in inputs]:
+        raise SpecExportError(f"the graph has no input {missing[0]}: it is not a target graph")
     rows = _Rows(graph, inputs, slots)
     for node in attentions:
         _lower_layer(graph, node, rows)
@@ -129,6 +131,11 @@ def _producer(value: ir.Value | None, op_type: str, layer: str | None) -> ir.Nod
 
 def _lower_layer(graph: ir.Graph, node: ir.Node, rows: _Rows) -> None:
     name = node.outputs[0].name
+    if len(node.inputs) != 4 or any(value is None for value in node.inputs) or "scale" not in node.attributes:
+        raise SpecExportError(f"attention {name!r}: expected query, key, value, mask and a scale")
+    # The fused operator has no place for the others (softcap, is_causal, ...): 0 is their default.
+    if odd := [attribute for attribute in node.attributes.values() if attribute.name != "scale" and attribute.value]:
+        raise SpecExportError(f"attention {name!r}: {odd[0].name} is {odd[0].value}, expected none")
     query, mask = node.inputs[0], node.inputs[3]
     scatters = [_producer(value, "TensorScatter", name) for value in node.inputs[1:3]]
     news = [_new_rows(scatter, name) for scatter in scatters]
@@ -158,6 +165,8 @@ def _lower_layer(graph: ir.Graph, node: ir.Node, rows: _Rows) -> None:
     graph.insert_before(node, [fused, cut])
     for scatter, present in zip(scatters, fused.outputs[1:], strict=True):
         old = scatter.outputs[0]
+        if old not in graph.outputs or scatter.inputs[0] not in graph.inputs:
+            raise SpecExportError(f"attention {name!r}: its cache {old.name!r} is not from an input to an output")
         present.name, present.shape, present.type = old.name, old.shape, old.type
         index = next(i for i, value in enumerate(graph.outputs) if value is old)
         graph.outputs[index] = present
@@ -195,6 +204,8 @@ def _flatten(graph: ir.Graph, before: ir.Node, value: ir.Value | None, layer: st
         graph.insert_before(before, reshape)
         flat = reshape.outputs[0]
     if rotated and rotary is not None:
+        if "interleaved" in rotary.attributes and rotary.attributes["interleaved"].as_int():
+            raise SpecExportError(f"attention {layer!r}: expected half-split RotaryEmbedding, found interleaved")
         attributes = {"num_heads": heads}
         partial = rotary.attributes.get("rotary_embedding_dim")
         if partial is not None and partial.as_int():

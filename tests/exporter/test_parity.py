@@ -14,8 +14,9 @@ import torch
 
 from specexport.engines.ort import OrtEngine
 from specexport.exporter.config import TargetConfig, read_config
+from specexport.exporter.graph_file import DTYPES
 from specexport.exporter.layers import Capture, Target
-from specexport.exporter.onnx import DTYPES, build_module, export_target, save_target
+from specexport.exporter.onnx import build_module, export_target, save_target
 from specexport.exporter.parity import Deviation, Recompute, exercise
 from specexport.exporter.pipeline import write_lowered
 from specexport.runtime.tree import Tree

@@ -1,0 +1,285 @@
+"""The lowering for the CPU: what it makes of a target graph, and that it refuses everything else."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from specexport.engines.ort import CPU_COMMIT_FILE, CPU_SPARE_ROWS, CPU_TARGET_FILE, TARGET_FILE, OrtEngine
+from specexport.exporter.config import TargetConfig
+from specexport.exporter.passes import grouped_query
+from specexport.exporter.pipeline import write_lowered
+from specexport.runtime import contract
+from specexport.runtime.bundle import Bundle
+from specexport.runtime.errors import SpecExportError
+from tests.exporter.test_parity import SLOTS, reference, save_engine
+from tests.tiny import LLAMA
+
+WINDOW = 128
+LAYERS = LLAMA["num_hidden_layers"]
+
+
+@pytest.fixture
+def model(tiny_bundle: Bundle) -> ir.Model:
+    """A target graph as exported."""
+    return ir.load(tiny_bundle.path / TARGET_FILE)
+
+
+def first(model: ir.Model, op_type: str) -> ir.Node:
+    return next(node for node in model.graph if node.op_type == op_type)
+
+
+def parent(node: ir.Node, *path: int) -> ir.Node:
+    """The node reached by following inputs."""
+    for index in path:
+        value = node.inputs[index]
+        assert value is not None
+        found = value.producer()
+        assert found is not None
+        node = found
+    return node
+
+
+def names(values: object) -> list[str | None]:
+    return [value.name for value in values]  # type: ignore[attr-defined]
+
+
+def test_what_the_lowered_graph_is(model: ir.Model) -> None:
+    before = Counter(node.op_type for node in model.graph)
+    outputs = names(model.graph.outputs)
+    assert grouped_query.lower(model, WINDOW) is model
+    after = Counter(node.op_type for node in model.graph)
+    assert (before["Attention"], before["TensorScatter"]) == (LAYERS, 2 * LAYERS)
+    assert (after["Attention"], after["TensorScatter"], after["GroupQueryAttention"]) == (0, 0, LAYERS)
+    assert after["Transpose"] == 0 and after["MatMul"] == before["MatMul"]
+    moved = {contract.WRITE, contract.COMMIT, contract.ORDER}
+    caches = contract.cache_names(LAYERS)
+    kept = [name for name in contract.STEP_INPUTS if name not in moved]
+    assert names(model.graph.inputs) == [*kept, *(past for past, _ in caches)]
+    assert names(model.graph.outputs) == outputs == [contract.LOGITS, *(present for _, present in caches)]
+    for value in [*model.graph.inputs, *model.graph.outputs]:
+        if value.name in {name for pair in caches for name in pair}:
+            assert value.shape is not None and value.shape[2] == WINDOW + CPU_SPARE_ROWS
+    assert model.opset_imports["com.microsoft"] == 1
+
+
+def test_the_bundle_holds_that_graph_and_shares_its_weights(tiny_bundle: Bundle) -> None:
+    lowered = ir.load(tiny_bundle.path / CPU_TARGET_FILE)
+    exported = ir.load(tiny_bundle.path / TARGET_FILE)
+
+    def places(model: ir.Model) -> dict[str, tuple[str, int | None]]:
+        tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
+        return {
+            name: (os.fspath(tensor.location), tensor.offset)
+            for name, tensor in tensors.items()
+            if isinstance(tensor, ir.ExternalTensor)
+        }
+
+    assert places(lowered) == places(exported) and len(places(lowered)) > 7 * LAYERS
+    assert (tiny_bundle.path / CPU_TARGET_FILE).stat().st_size < 100_000
+    assert (tiny_bundle.path / CPU_COMMIT_FILE).stat().st_size < 10_000
+
+
+def no_mask(model: ir.Model) -> None:
+    first(model, "Attention").replace_input_with(3, None)
+
+
+def no_scale(model: ir.Model) -> None:
+    del first(model, "Attention").attributes["scale"]
+
+
+def softcap(model: ir.Model) -> None:
+    first(model, "Attention").attributes["softcap"] = ir.AttrFloat32("softcap", 30.0)
+
+
+def causal(model: ir.Model) -> None:
+    first(model, "Attention").attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
+
+
+def interleaved(model: ir.Model) -> None:
+    first(model, "RotaryEmbedding").attributes["interleaved"] = ir.AttrInt64("interleaved", 1)
+
+
+def key_without_cache(model: ir.Model) -> None:
+    attention = first(model, "Attention")
+    attention.replace_input_with(1, parent(attention, 1).inputs[0])
+
+
+def other_cache_update(model: ir.Model) -> None:
+    parent(first(model, "Attention"), 2).op_type = "ScatterElements"
+
+
+def block_without_order(model: ir.Model) -> None:
+    scatter = parent(first(model, "Attention"), 1)
+    scatter.replace_input_with(1, parent(scatter, 1).inputs[0])
+
+
+def block_without_commit(model: ir.Model) -> None:
+    gather = parent(first(model, "Attention"), 1, 1)
+    gather.replace_input_with(0, parent(gather, 0).inputs[1])
+
+
+def cache_that_stays_inside(model: ir.Model) -> None:
+    model.graph.outputs.remove(next(value for value in model.graph.outputs if value.name == "present_v.0"))
+
+
+def query_without_transpose(model: ir.Model) -> None:
+    rotary = parent(first(model, "Attention"), 0)
+    rotary.replace_input_with(0, parent(rotary, 0).inputs[0])
+
+
+def value_without_projection(model: ir.Model) -> None:
+    reshape = parent(first(model, "Attention"), 2, 1, 0, 1, 0)
+    reshape.replace_input_with(0, parent(reshape, 0).inputs[0])
+
+
+def projections_of_two_values(model: ir.Model) -> None:
+    projection = parent(first(model, "Attention"), 0, 0, 0, 0)
+    assert projection.op_type == "MatMul"
+    projection.replace_input_with(0, parent(first(model, "RMSNormalization")).inputs[0])
+
+
+def result_used_twice(model: ir.Model) -> None:
+    attention = first(model, "Attention")
+    extra = ir.node("Identity", [attention.outputs[0]])
+    model.graph.append(extra)
+    model.graph.outputs.append(extra.outputs[0])
+
+
+def result_not_merged(model: ir.Model) -> None:
+    (user,) = (user for user, _ in first(model, "Attention").outputs[0].uses())
+    user.op_type = "Identity"
+
+
+def write_used_elsewhere(model: ir.Model) -> None:
+    write = next(value for value in model.graph.inputs if value.name == contract.WRITE)
+    extra = ir.node("Identity", [write])
+    model.graph.append(extra)
+    model.graph.outputs.append(extra.outputs[0])
+
+
+def input_renamed(model: ir.Model) -> None:
+    next(value for value in model.graph.inputs if value.name == contract.PAST).name = "length"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (no_mask, "'attention': expected query, key, value, mask and a scale"),
+        (no_scale, "'attention': expected query, key, value, mask and a scale"),
+        (softcap, "'attention': softcap is 30.0, expected none"),
+        (causal, "'attention': is_causal is 1, expected none"),
+        (interleaved, "'attention': expected half-split RotaryEmbedding, found interleaved"),
+        (key_without_cache, "'attention': expected TensorScatter, found an input"),
+        (other_cache_update, "'attention': expected TensorScatter, found ScatterElements"),
+        (block_without_order, "'attention': expected Gather, found Concat"),
+        (block_without_commit, "'attention': expected Concat, found RotaryEmbedding"),
+        (cache_that_stays_inside, "'attention': its cache 'present_v.0' is not from an input to an output"),
+        (query_without_transpose, "'attention': expected Transpose, found Reshape"),
+        (value_without_projection, "'attention': expected MatMul, found an input"),
+        (projections_of_two_values, "'attention': q, k and v are not projections of one value"),
+        (result_used_twice, "'attention': expected one Transpose after Attention"),
+        (result_not_merged, "'attention': expected one Transpose after Attention"),
+        (write_used_elsewhere, "inputs write are still used after lowering"),
+        (input_renamed, "the graph has no input past"),
+    ],
+)
+def test_what_is_not_a_target_is_refused(model: ir.Model, change: Callable[[ir.Model], None], message: str) -> None:
+    change(model)
+    with pytest.raises(SpecExportError) as caught:
+        grouped_query.lower(model, WINDOW)
+    assert message in str(caught.value)
+
+
+def test_the_slots_must_be_those_of_the_graph(model: ir.Model) -> None:
+    with pytest.raises(SpecExportError, match="no column index"):
+        grouped_query.lower(model, WINDOW // 2)
+
+
+@pytest.mark.parametrize("name", [CPU_TARGET_FILE, CPU_COMMIT_FILE])
+def test_a_graph_is_lowered_once(tiny_bundle: Bundle, name: str) -> None:
+    with pytest.raises(SpecExportError, match="not a target graph, or was lowered already"):
+        grouped_query.lower(ir.load(tiny_bundle.path / name), WINDOW)
+
+
+def grouped(folder: Path) -> list[ir.Node]:
+    return [node for node in ir.load(folder / CPU_TARGET_FILE).graph if node.op_type == "GroupQueryAttention"]
+
+
+def save(case: str, folder: Path) -> TargetConfig:
+    _, config, weights = reference(case)
+    save_engine(config, weights, folder)
+    write_lowered(folder, config, SLOTS, "fp32")
+    return config
+
+
+def test_sliding_windows_keep_a_mask_of_their_own(tmp_path: Path) -> None:
+    """Layers of one window share one mask; the operator's own window, which knows no trees, is not used."""
+    config = save("gemma3", tmp_path)
+    masks: dict[int | None, set[str | None]] = {}
+    for node, layer in zip(grouped(tmp_path), config.layers, strict=True):
+        assert "local_window_size" not in node.attributes
+        mask = node.inputs[10]
+        assert mask is not None
+        masks.setdefault(layer.window, set()).add(mask.name)
+    assert len(masks) == 2 and all(len(found) == 1 for found in masks.values())
+    assert len(set.union(*masks.values())) == 2
+
+
+def test_a_window_counts_positions_not_rows(tmp_path: Path) -> None:
+    """Siblings have one position: a wide, flat tree must not push committed rows out of the window."""
+    config = save("mistral-window", tmp_path)
+    window = config.layers[0].window
+    assert window is not None
+    lowered, exported = OrtEngine(tmp_path, threads=1), OrtEngine(tmp_path, threads=1, lowered=False)
+    rng = np.random.default_rng(0)
+    prompt, nodes = rng.integers(0, config.vocab_size, 20), rng.integers(0, config.vocab_size, window + 4)
+    size = len(nodes)
+    parents = np.where(np.arange(size) == 0, -1, 0)
+    mask = np.eye(size, dtype=bool)
+    mask[:, 0] = True
+    nothing = np.zeros(0, np.int64)
+    found = []
+    for engine in (lowered, exported):
+        engine.run(prompt, np.arange(20), np.tri(20, dtype=bool), 0, 0, nothing, np.array([19]))
+        found.append(engine.run(nodes, 21 + parents, mask, 20, 20, nothing, np.arange(size)).copy())
+        for node in (1, size - 1):  # the same as alone under the root
+            pair = nodes[[0, node]]
+            alone = engine.run(pair, np.array([20, 21]), np.tri(2, dtype=bool), 20, 20, nothing, np.array([1]))
+            assert np.abs(alone[0] - found[-1][node]).max() < 1e-4
+    assert np.abs(found[0] - found[1]).max() < 1e-4
+
+
+def test_norms_of_heads_stay_in_front_of_the_rotation(tmp_path: Path) -> None:
+    config = save("qwen3", tmp_path)
+    assert config.qk_norm
+    for node in grouped(tmp_path):
+        for index in (0, 1):
+            rotary = parent(node, index)
+            assert rotary.op_type == "RotaryEmbedding"
+            chain = [parent(rotary, *([0] * depth)).op_type for depth in range(1, 7)]
+            assert "RMSNormalization" in chain and "Transpose" not in chain
+        assert node.attributes["num_heads"].as_int() == config.num_heads
+        assert node.attributes["kv_num_heads"].as_int() == config.num_kv_heads
+
+
+def test_partial_rotation_keeps_its_width(tmp_path: Path) -> None:
+    config = save("phi3-partial", tmp_path)
+    rotary = parent(grouped(tmp_path)[0], 0)
+    assert rotary.attributes["rotary_embedding_dim"].as_int() == config.ropes[0].rotary_dim < config.head_dim
+
+
+@pytest.mark.parametrize("dtype", [ir.DataType.FLOAT, ir.DataType.FLOAT16])
+def test_the_commit_graph_states_its_caches(dtype: ir.DataType) -> None:
+    model = grouped_query.commit_model(3, 2, 8, 32, dtype)
+    caches = contract.cache_names(3)
+    assert names(model.graph.inputs) == [contract.WRITE, contract.COMMIT, *(past for past, _ in caches)]
+    assert names(model.graph.outputs) == [present for _, present in caches]
+    for value in [*list(model.graph.inputs)[2:], *model.graph.outputs]:
+        assert value.dtype == dtype and value.shape == (1, 2, 32 + CPU_SPARE_ROWS, 8)

@@ -1,0 +1,443 @@
+"""``build`` end to end, through the command line: what comes out, what is refused, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto
+from safetensors.torch import load_file, save_file
+
+from specexport.engines.ort import CPU_COMMIT_FILE, CPU_TARGET_FILE, TARGET_FILE, OrtEngine
+from specexport.exporter import cli, pipeline
+from specexport.exporter.config import read_config
+from specexport.exporter.graph_file import ALIGNMENT, INLINE_BYTES
+from specexport.exporter.onnx import export_target
+from specexport.exporter.parity import Deviation
+from specexport.exporter.verify import load_transformers
+from specexport.runtime.bundle import Bundle
+from specexport.runtime.drafters import DRAFTERS
+from specexport.runtime.errors import UsageError
+from specexport.runtime.sampling import SamplingParams
+from specexport.runtime.session import Session
+from tests.tiny import LLAMA, VOCAB, write_llama
+
+GRAPHS = (TARGET_FILE, CPU_TARGET_FILE, CPU_COMMIT_FILE)
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, 40)
+NOTHING = np.zeros(0, np.int64)
+
+_traced = cache(export_target)
+
+
+@pytest.fixture(autouse=True)
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing is most of a build: keep the graphs, which every build fills with weights anew."""
+    monkeypatch.setattr(pipeline, "export_target", _traced)
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy that may be damaged."""
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
+
+
+def build(source: Path, output: Path, *options: str) -> int:
+    return cli.main(["build", str(source), "-o", str(output), "--window", "128", *options])
+
+
+def forward(engine: OrtEngine, tokens: np.ndarray = TOKENS) -> np.ndarray:
+    """Logits of every token, in one call."""
+    count = len(tokens)
+    return engine.run(tokens, np.arange(count), np.tri(count, dtype=bool), 0, 0, NOTHING, np.arange(count)).copy()
+
+
+def transformers_logits(source: Path) -> np.ndarray:
+    with torch.no_grad():
+        logits: np.ndarray = load_transformers(source)(torch.from_numpy(TOKENS)[None]).logits[0].numpy()
+    return logits
+
+
+def failure(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that says what went wrong."""
+    shown = capsys.readouterr()
+    lines = [line for line in shown.err.splitlines() if line.startswith("specexport: error: ")]
+    assert shown.out == "" and len(lines) == 1 and "Traceback" not in shown.err
+    return lines[0].removeprefix("specexport: error: ")
+
+
+def test_build_in_a_new_process(
+    tiny_checkpoint: Path, tmp_path: Path, run_python: Callable[..., Any], tiny_bundle: Bundle
+) -> None:
+    """From a sharded directory; the same checkpoint makes the same bundle, byte for byte, wherever it lies."""
+    output = tmp_path / "out" / "bundle"
+    done = run_python(
+        *(
+            "-m",
+            "specexport.exporter.cli",
+            "build",
+            str(tiny_checkpoint),
+            "-o",
+            str(output),
+            "--window",
+            "128",
+            "--json",
+        )
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert set(result) == {"bundle", "stages", "peak_rss_bytes"} and result["bundle"] == str(output)
+    assert {"read checkpoint", "trace graph", "write weights", "lower for CPU"} <= set(result["stages"])
+    assert all(seconds >= 0 for seconds in result["stages"].values()) and result["peak_rss_bytes"] > 1 << 20
+    assert "\x1b" not in done.stderr and "\r" not in done.stderr  # bars only on a terminal
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == list(result["stages"])
+    bundle = Bundle.load(output, check="full")
+    assert bundle.manifest.files == tiny_bundle.manifest.files
+    assert bundle.manifest.command[:3] == ("specexport", "build", str(tiny_checkpoint))
+    assert sorted(os.listdir(output.parent)) == ["bundle"]
+
+
+def test_the_manifest_says_what_was_built(tiny_bundle: Bundle, tiny_checkpoint: Path) -> None:
+    manifest = tiny_bundle.manifest
+    target = manifest.target
+    assert (target.architecture, target.dtype, target.slots, target.features_size) == ("llama", "fp32", 128, 0)
+    assert (target.layers, target.kv_heads, target.head_dim, target.hidden_size) == (2, 2, 16, 64)
+    assert (target.vocab_size, target.valid_vocab) == (LLAMA["vocab_size"], VOCAB)
+    assert target.windows == (None, None) and target.prefill_chunk == pipeline.DEFAULT_CHUNK
+    assert manifest.drafter == pipeline.DEFAULT_DRAFTER and {d.name for d in manifest.drafters} == set(DRAFTERS)
+    assert manifest.stop_ids == (1,) and manifest.engine == "onnxruntime-cpu"
+    assert manifest.lineage.source == str(tiny_checkpoint) and manifest.lineage.fingerprint.startswith("sha256:")
+    assert {"specexport", "torch", "onnxruntime"} <= set(manifest.tools)
+    assert set(manifest.files) >= {*GRAPHS, "target.onnx.data", "tokenizer.json", "generation_config.json"}
+
+
+def test_the_bundle_answers_as_the_model(tiny_bundle: Bundle, tiny_checkpoint: Path) -> None:
+    expected = transformers_logits(tiny_checkpoint)
+    for lowered in (True, False):
+        worst = Deviation()
+        worst.note(forward(OrtEngine(tiny_bundle.path, threads=1, lowered=lowered)), expected, "")
+        assert worst.relative < 1e-5
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs_are_valid_and_standard(tiny_bundle: Bundle, name: str) -> None:
+    path = tiny_bundle.path / name
+    onnx.checker.check_model(os.fspath(path))
+    model = onnx.load(path, load_external_data=False)
+    assert {opset.domain: opset.version for opset in model.opset_import}[""] == 24
+    domains = {node.domain for node in model.graph.node}
+    assert domains == ({"", "com.microsoft"} if name == CPU_TARGET_FILE else {""})
+    assert not model.functions
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs_tell_nothing_of_the_machine(tiny_bundle: Bundle, tiny_checkpoint: Path, name: str) -> None:
+    raw = (tiny_bundle.path / name).read_bytes()
+    repository = Path(pipeline.__file__).parent.parent
+    for trace in (tiny_checkpoint.parent, repository, Path(torch.__file__).parent, Path.home()):
+        assert os.fsencode(trace) not in raw
+    assert b".py" not in raw and b"torch" not in raw and b"site-packages" not in raw
+    model = onnx.load_from_string(raw)
+    assert model.producer_name == "specexport" and not model.metadata_props and not model.doc_string
+    assert not model.graph.metadata_props and not model.graph.doc_string
+    for node in model.graph.node:
+        assert not node.metadata_props and not node.doc_string
+    for value in [*model.graph.input, *model.graph.output, *model.graph.value_info, *model.graph.initializer]:
+        assert not value.metadata_props and not value.doc_string
+
+
+def test_weights_lie_once_and_aligned(tiny_bundle: Bundle) -> None:
+    model = onnx.load(tiny_bundle.path / TARGET_FILE, load_external_data=False)
+    end, size = 0, (tiny_bundle.path / "target.onnx.data").stat().st_size
+    external = [t for t in model.graph.initializer if t.data_location == TensorProto.EXTERNAL]
+    for tensor in sorted(external, key=lambda t: int({e.key: e.value for e in t.external_data}["offset"])):
+        place = {entry.key: entry.value for entry in tensor.external_data}
+        offset, length = int(place["offset"]), int(place["length"])
+        assert place["location"] == "target.onnx.data" and offset % ALIGNMENT == 0 == ALIGNMENT % 4096
+        assert end <= offset < end + ALIGNMENT and length >= INLINE_BYTES
+        assert length == 4 * np.prod(tensor.dims)
+        end = offset + length
+    assert end == size
+    # Tied embeddings are one table, used by the lookup and the last product.
+    rows = [t for t in model.graph.initializer if LLAMA["vocab_size"] in t.dims]
+    assert len(rows) == 1
+    assert sorted(n.op_type for n in model.graph.node if rows[0].name in n.input) == ["Gather", "Gemm"]
+
+
+def test_padding_rows_are_never_sampled(tiny_bundle: Bundle) -> None:
+    """The test model's padding rows win almost everywhere, so the mask has something to do."""
+    best = forward(OrtEngine(tiny_bundle.path, threads=1)).argmax(-1)
+    assert (best >= VOCAB).mean() > 0.5
+    for drafter in ("none", *DRAFTERS):
+        session = Session(tiny_bundle, drafter=drafter, threads=1)
+        for params in (SamplingParams(max_tokens=60), SamplingParams(max_tokens=60, temperature=2.0, logprobs=5)):
+            result = session.generate("the quick", params)
+            assert len(result.token_ids) > 0 and max(result.token_ids) < VOCAB
+            for _, top in result.logprobs or []:
+                assert all(token < VOCAB for token, _ in top)
+
+
+def test_drafts_of_the_test_model_are_accepted(tiny_bundle: Bundle) -> None:
+    """What the other tests lean on: its output repeats, so speculation is really exercised."""
+    for drafter in DRAFTERS:
+        result = Session(tiny_bundle, drafter=drafter, threads=1).generate("the quick", SamplingParams(max_tokens=100))
+        assert result.statistics.tau > 1.2, drafter
+
+
+def test_half_precision(tiny_checkpoint: Path, tiny_bundle: Bundle, tmp_path: Path) -> None:
+    assert build(tiny_checkpoint, tmp_path / "b", "--dtype", "fp16") == 0
+    bundle = Bundle.load(tmp_path / "b", check="full")
+    assert bundle.manifest.target.dtype == "fp16"
+    for name in GRAPHS:
+        onnx.checker.check_model(os.fspath(bundle.path / name))
+        model = onnx.load(bundle.path / name, load_external_data=False)
+        caches = [v for v in [*model.graph.input, *model.graph.output] if v.name.startswith(("past_", "present_"))]
+        caches = [v for v in caches if v.name != "past"]
+        assert len(caches) == 8
+        assert {v.type.tensor_type.elem_type for v in caches} == {TensorProto.FLOAT16}
+    full = forward(OrtEngine(tiny_bundle.path, threads=1))
+    for lowered in (True, False):
+        engine = OrtEngine(bundle.path, threads=1, lowered=lowered)
+        worst = Deviation()
+        logits = forward(engine)
+        worst.note(logits, full, "")
+        assert logits.dtype == np.float32 and 0 < worst.relative < 2e-2
+        assert {cache.dtype for cache in engine.read_cache(4)} == {np.dtype(np.float16)}
+    halves = (bundle.path / "target.onnx.data").stat().st_size
+    assert halves < 0.6 * (tiny_bundle.path / "target.onnx.data").stat().st_size
+    texts = {
+        name: Session(bundle, drafter=name, threads=1).generate("a + b", SamplingParams(max_tokens=40)).token_ids
+        for name in ("none", *DRAFTERS)
+    }
+    assert all(tokens == texts["none"] for tokens in texts.values())
+
+
+def test_bfloat16_builds_and_the_cpu_says_that_it_cannot_run_it(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert build(tiny_checkpoint, tmp_path / "b", "--dtype", "bf16") == 0
+    for name in GRAPHS:
+        onnx.checker.check_model(os.fspath(tmp_path / "b" / name))
+    model = onnx.load(tmp_path / "b" / TARGET_FILE)  # with its data
+    (embedding,) = (tensor for tensor in model.graph.initializer if tensor.name == "embedding")
+    stored = torch.from_numpy(onnx.numpy_helper.to_array(embedding).view(np.int16)).view(torch.bfloat16)
+    shard = next(
+        path for path in tiny_checkpoint.glob("*.safetensors") if "model.embed_tokens.weight" in load_file(path)
+    )
+    assert torch.equal(stored, load_file(shard)["model.embed_tokens.weight"].bfloat16())
+    capsys.readouterr()
+    assert cli.main(["run", str(tmp_path / "b"), "hello"]) == 1
+    message = failure(capsys)
+    assert "onnxruntime" in message and "cannot load it" in message
+
+
+def test_features_are_those_of_transformers(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    assert build(tiny_checkpoint, tmp_path / "b", "--features", "0,1,final") == 0
+    bundle = Bundle.load(tmp_path / "b")
+    assert bundle.manifest.target.features_size == 3 * LLAMA["hidden_size"]
+    with torch.no_grad():
+        states = load_transformers(tiny_checkpoint)(
+            torch.from_numpy(TOKENS)[None], output_hidden_states=True
+        ).hidden_states
+    expected = torch.cat([states[0], states[1], states[2]], -1).numpy()
+    for lowered in (True, False):
+        engine = OrtEngine(bundle.path, threads=1, lowered=lowered)
+        assert engine.features_size == 3 * LLAMA["hidden_size"]
+        forward(engine)
+        worst = Deviation()
+        worst.note(engine.features(), expected, "")
+        assert worst.relative < 1e-5
+    assert Session(bundle, threads=1).generate("x", SamplingParams(max_tokens=5)).token_ids
+
+
+def test_untied_embeddings_and_an_old_pickle(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "source", tie_word_embeddings=False, attention_bias=False)
+    expected = transformers_logits(source)
+    torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    assert build(source, tmp_path / "b", "--drafter", "none") == 0
+    bundle = Bundle.load(tmp_path / "b")
+    assert bundle.manifest.drafter is None and bundle.manifest.drafters == ()
+    worst = Deviation()
+    worst.note(forward(OrtEngine(bundle.path, threads=1)), expected, "")
+    assert worst.relative < 1e-5
+
+
+def test_the_window(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = read_config(LLAMA)
+    assert pipeline.window_of(config, None) == LLAMA["max_position_embeddings"]
+    assert pipeline.window_of(config, 64) == 64
+    assert pipeline.window_of(read_config(LLAMA | {"max_position_embeddings": 1 << 17}), None) == 4096
+    with pytest.raises(UsageError, match="--window 257 is more than the model's 256 positions"):
+        pipeline.window_of(config, 257)
+    assert cli.main(["build", str(tiny_checkpoint), "-o", str(tmp_path / "b"), "--window", "300"]) == 2
+    assert "--window 300" in failure(capsys)
+    assert os.listdir(tmp_path) == []
+
+
+def test_drafters_keep_their_order(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    options = ("--drafter", "ngram", "--drafter", "suffix", "--drafter", "ngram", "--prefill-chunk", "1000")
+    assert build(tiny_checkpoint, tmp_path / "b", *options) == 0
+    manifest = Bundle.load(tmp_path / "b").manifest
+    assert [drafter.name for drafter in manifest.drafters] == ["ngram", "suffix"] and manifest.drafter == "ngram"
+    assert manifest.target.prefill_chunk == 128
+
+
+def edit_config(checkpoint: Path, **changes: Any) -> None:
+    config = json.loads((checkpoint / "config.json").read_text()) | changes
+    (checkpoint / "config.json").write_text(json.dumps(config))
+
+
+def edit_tensors(checkpoint: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Merge the shards into one file and change it."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in checkpoint.glob("*.safetensors"):
+        tensors |= load_file(path)
+        path.unlink()
+    (checkpoint / "model.safetensors.index.json").unlink()
+    change(tensors)
+    save_file(tensors, checkpoint / "model.safetensors")
+
+
+def unknown_key(checkpoint: Path) -> None:
+    edit_config(checkpoint, logit_twist=0.5)
+
+
+def unknown_architecture(checkpoint: Path) -> None:
+    edit_config(checkpoint, architectures=["MambaForCausalLM"])
+
+
+def unknown_tensor(checkpoint: Path) -> None:
+    edit_tensors(checkpoint, lambda tensors: tensors.update({"model.layers.0.gate": torch.zeros(3)}))
+
+
+def missing_tensor(checkpoint: Path) -> None:
+    edit_tensors(checkpoint, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight") and None)
+
+
+def wrong_shape(checkpoint: Path) -> None:
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        name = "model.layers.1.self_attn.k_proj.weight"
+        tensors[name] = tensors[name][:-1].contiguous()
+
+    edit_tensors(checkpoint, cut)
+
+
+def missing_shard(checkpoint: Path) -> None:
+    next(iter(sorted(checkpoint.glob("*.safetensors")))).unlink()
+
+
+def truncated_shard(checkpoint: Path) -> None:
+    path = next(iter(sorted(checkpoint.glob("*.safetensors"))))
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def no_tokenizer(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (unknown_key, "logit_twist"),
+        (unknown_architecture, "MambaForCausalLM"),
+        (unknown_tensor, "model.layers.0.gate"),
+        (missing_tensor, "model.layers.1.mlp.up_proj.weight"),
+        (wrong_shape, "model.layers.1.self_attn.k_proj.weight"),
+        (missing_shard, "model-00001-of-00002.safetensors"),
+        (truncated_shard, "model-00001-of-00002.safetensors"),
+        (no_tokenizer, "no tokenizer.json"),
+    ],
+)
+def test_what_is_not_understood_is_refused_and_leaves_nothing(
+    harm: Callable[[Path], None], message: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harm(checkpoint)
+    assert build(checkpoint, tmp_path / "out" / "b") == 1
+    assert message in failure(capsys)
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_features_that_are_not_there(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert build(tiny_checkpoint, tmp_path / "b", "--features", "0,3") == 2
+    assert "--features 3: the model has boundaries 0 to 2" in failure(capsys)
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_interrupted_build_leaves_nothing(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        assert any(tmp_path.rglob("target.onnx.data"))  # half-way: the weights are there
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "write_lowered", interrupt)
+    assert build(tiny_checkpoint, tmp_path / "b") == 130
+    assert os.listdir(tmp_path) == []
+
+
+def test_overwriting(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "b"
+    assert build(tiny_checkpoint, output) == 0
+    before = Bundle.load(output).manifest
+    (output / "report.json").write_text("{}")
+    capsys.readouterr()
+    assert build(tiny_checkpoint, output) == 2
+    assert "--overwrite" in failure(capsys)
+    assert (output / "report.json").exists()
+    assert build(tiny_checkpoint, output, "--overwrite", "--drafter", "ngram") == 0
+    after = Bundle.load(output, check="full").manifest
+    assert (before.drafter, after.drafter) == ("suffix", "ngram") and after.files == before.files
+    assert not (output / "report.json").exists()  # it was about another bundle
+    assert os.listdir(tmp_path) == ["b"]
+
+
+def test_a_failed_build_keeps_the_old_bundle(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out" / "b"
+    assert build(checkpoint, output) == 0
+    unknown_tensor(checkpoint)
+    assert build(checkpoint, output, "--overwrite") == 1
+    Bundle.load(output, check="full")
+    assert os.listdir(output.parent) == ["b"]
+
+
+def test_what_is_no_bundle_is_not_overwritten(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "thesis.tex").write_text("years")
+    assert build(tiny_checkpoint, tmp_path / "b", "--overwrite") == 2
+    assert "not a bundle" in failure(capsys)
+    assert (tmp_path / "b" / "thesis.tex").read_text() == "years"
+
+
+def test_json_of_run_and_inspect(tiny_bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = []
+    for options in ([], ["--no-spec"], ["--drafter", "ngram", "--chat"]):
+        command = ["run", str(tiny_bundle.path), "the quick", "--json", "--max-tokens", "30", "--threads", "1"]
+        assert cli.main([*command, *options]) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+        names = {"text", "token_ids", "tau", "acceptance_by_depth", "time_share", "bundle"}
+        assert names <= set(answers[-1]) and set(answers[-1]["time_share"]) == {"draft", "verify", "host"}
+        assert answers[-1]["bundle"] == str(tiny_bundle.path)
+    fast, plain, chat = answers
+    assert fast["token_ids"] == plain["token_ids"] != chat["token_ids"] and len(plain["token_ids"]) == 30
+    assert plain["tau"] == 1 < fast["tau"]
+    assert cli.main(["run", str(tiny_bundle.path), "the quick", "--max-tokens", "30", "--threads", "1"]) == 0
+    assert capsys.readouterr().out == fast["text"] + "\n"
+    assert cli.main(["inspect", str(tiny_bundle.path), "--json", "--full"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert set(facts) == {"bundle", "manifest", "derived"}
+    assert facts["manifest"] == tiny_bundle.manifest.to_dict()
+    assert facts["derived"]["cache_bytes"] == 2 * 2 * 2 * 128 * 16 * 4
+    assert facts["derived"]["total_bytes"] == sum(f.bytes for f in tiny_bundle.manifest.files.values())
