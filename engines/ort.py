@@ -8,6 +8,7 @@ commit graph for the steps in which accepted rows have to move.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,20 @@ class _Plan:
         self.logits = engine._row_buffer[:rows]
         self.binding.bind_ortvalue_output(contract.LOGITS, ort.OrtValue.ortvalue_from_numpy(self.logits))
         if engine.features_size:
-            self.binding.bind_output(contract.FEATURES, engine._device)
+            self.features = np.zeros((1, nodes, engine.features_size), engine._caches.dtype)
+            self.binding.bind_ortvalue_output(contract.FEATURES, ort.OrtValue.ortvalue_from_numpy(self.features))
+
+
+class OrtGraph:
+    """A graph without caches (the :class:`specexport.runtime.engine.Graph` protocol)."""
+
+    def __init__(self, session: ort.InferenceSession) -> None:
+        self._session = session
+        self._names = [value.name for value in session.get_outputs()]
+
+    def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """See :meth:`specexport.runtime.engine.Graph.run`."""
+        return dict(zip(self._names, self._session.run(None, dict(inputs)), strict=True))
 
 
 class OrtEngine:
@@ -145,6 +159,7 @@ class OrtEngine:
         options = _options(threads)
         if not optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+        self._bundle_path, self._threads, self._providers = bundle_path, threads, providers
         self._session = _open(path, options, providers)
         self._device = "cuda" if cuda else "cpu"
         self._caches = _Caches(self._session, self._device)
@@ -206,9 +221,13 @@ class OrtEngine:
         return plan.logits
 
     def features(self) -> NDArray[Any]:
-        """[1, T, F] of the last call; only for graphs that have them."""
-        # A binding gives its outputs in the order in which they were bound, not in the graph's: features come last.
-        return np.asarray(self._last.binding.get_outputs()[-1].numpy())
+        """See :meth:`specexport.runtime.engine.TargetEngine.features`."""
+        found: NDArray[Any] = self._last.features[0]
+        return found
+
+    def open_graph(self, name: str) -> OrtGraph:
+        """See :meth:`specexport.runtime.engine.TargetEngine.open_graph`."""
+        return OrtGraph(_open(self._bundle_path / name, _options(self._threads), self._providers))
 
     def reset(self) -> None:
         self._caches.zero()

@@ -172,7 +172,7 @@ def _manifest(
             windows=tuple(layer.window for layer in config.layers),
         ),
         engine="onnxruntime-cpu",
-        drafters=tuple(DrafterInfo(name=name, kind=name, options={}) for name in offered),
+        drafters=tuple(DrafterInfo(name=name, kind=name, options={}, graph=None, tree=None) for name in offered),
         drafter=names[0] if names[0] != NO_DRAFTER else None,
         stop_ids=tokenizer.stop_ids,
         lineage=Lineage(

@@ -40,6 +40,9 @@ ORDER = "order"
 SELECT = "select"
 LOGITS = "logits"
 FEATURES = "features"
+#: Outputs of drafter graphs.
+DRAFT_TOKENS = "draft_tokens"
+DRAFT_LOGPROBS = "draft_logprobs"
 
 #: Inputs other than the caches, in graph order.
 STEP_INPUTS = (TOKENS, POSITIONS, TREE, PAST, WRITE, COMMIT, ORDER, SELECT)

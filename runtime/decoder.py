@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from specexport.runtime.acceptance import Logprobs, match
 from specexport.runtime.cache import CacheRows, common_prefix
-from specexport.runtime.drafters.base import Drafter, DraftRequest, Observation
+from specexport.runtime.drafters.base import Drafter, DraftRequest, FeatureDrafter, Observation
 from specexport.runtime.engine import TargetEngine
 from specexport.runtime.errors import UsageError
 from specexport.runtime.sampling import Sampler
@@ -65,6 +65,11 @@ class Decoder:
             raise UsageError(f"expected max_nodes >= 1 and prefill_chunk >= 1, got {max_nodes} and {prefill_chunk}")
         self._engine = engine
         self.drafter = drafter
+        self._absorb = drafter.absorb if isinstance(drafter, FeatureDrafter) else None
+        if drafter and self._absorb and not engine.features_size:
+            raise UsageError(
+                f"drafter {drafter.name} needs features, which the target graph does not give: build again"
+            )
         self._valid_vocab = engine.vocab_size if valid_vocab is None else valid_vocab
         self._max_nodes = max_nodes
         self._prefill_chunk = min(prefill_chunk, engine.slots)
@@ -250,6 +255,11 @@ class Decoder:
         return self._engine.run(tokens, positions, mask, rows.past, rows.write, rows.commit_array, select)
 
     def _accept(self, path: Sequence[int], tokens: Sequence[int]) -> None:
+        if self._absorb:
+            features = self._engine.features()
+            # A path without branches is a slice; only others need a copy.
+            chosen = features[: len(path)] if path[-1] == len(path) - 1 else features[list(path)]
+            self._absorb(len(self._tokens), tokens, chosen)
         self._rows = self._rows.accept(path)
         self._tokens.extend(tokens)
 

@@ -6,6 +6,7 @@ and never imported from here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,14 @@ from numpy.typing import NDArray
 from specexport.runtime.errors import UsageError
 
 ENTRY_POINT_GROUP = "specexport.engines"
+
+
+class Graph(Protocol):
+    """A graph without caches."""
+
+    def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Outputs by name."""
+        ...
 
 
 class TargetEngine(Protocol):
@@ -51,6 +60,14 @@ class TargetEngine(Protocol):
         Returns:
             float32 [R, V], a view that the next call overwrites.
         """
+        ...
+
+    def features(self) -> NDArray[Any]:
+        """[T, F] of the last call, a view that the next call overwrites; only where ``features_size`` is not 0."""
+        ...
+
+    def open_graph(self, name: str) -> Graph:
+        """Another graph of the bundle (a drafter), on the same device and threads."""
         ...
 
     def reset(self) -> None:

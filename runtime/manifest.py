@@ -176,11 +176,19 @@ class TargetInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterInfo:
-    """A drafter the bundle offers: its name here, the kind that implements it, and scalar options of that kind."""
+    """A drafter the bundle offers.
+
+    Attributes:
+        name: here. kind: what implements it. options: settings of that kind.
+        graph: file of its graph, None for a lookup drafter.
+        tree: rank paths of a static tree, None for a dynamic one or none.
+    """
 
     name: str = _read(_text(64, _NAME))
     kind: str = _read(_text(64, _NAME))
     options: dict[str, bool | int | float | str | None] = _read(_table(_text(64, _NAME), _option, 64))
+    graph: str | None = _read(_optional(bundle_path))
+    tree: tuple[tuple[int, ...], ...] | None = _read(_optional(_list(_list(_integer(0, 4095), 64), 4096)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +276,9 @@ class Manifest:
         names = [drafter.name for drafter in self.drafters]
         if len(set(names)) != len(names):
             raise _fail("drafters", names, "different names")
+        for drafter in self.drafters:
+            if drafter.graph is not None and drafter.graph not in self.files:
+                raise _fail(f"drafters.{drafter.name}.graph", drafter.graph, "a file that the manifest lists")
         if self.drafter is not None and self.drafter not in names:
             raise _fail("drafter", self.drafter, f"null or one of {', '.join(names) or 'no drafters'}")
         if len({path.lower() for path in self.files}) != len(self.files):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from specexport.runtime.acceptance import Logprobs
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.decoder import Decoder
-from specexport.runtime.drafters import DRAFTERS, NO_DRAFTER, Drafter, make_drafter
+from specexport.runtime.drafters import DRAFTERS, GRAPH_DRAFTERS, NO_DRAFTER, Drafter, make_drafter
 from specexport.runtime.engine import TargetEngine, find_engine
 from specexport.runtime.errors import BundleError, UsageError
 from specexport.runtime.sampling import Sampler, SamplingParams
@@ -117,7 +117,7 @@ class Session:
             )
         self._decoder = Decoder(
             engine,
-            find_drafter(bundle, drafter),
+            find_drafter(bundle, drafter, engine),
             valid_vocab=target.valid_vocab,
             max_nodes=max_nodes,
             prefill_chunk=prefill_chunk or target.prefill_chunk,
@@ -236,14 +236,20 @@ class Session:
         yield Chunk(checker.take(), fresh, of_block, result)
 
 
-def find_drafter(bundle: Bundle, drafter: str | Drafter | None) -> Drafter | None:
-    """The drafter that a session was asked for; see :class:`Session`."""
+def find_drafter(bundle: Bundle, drafter: str | Drafter | None, engine: TargetEngine) -> Drafter | None:
+    """The drafter that a session was asked for; see :class:`Session`. A drafter with a graph runs it on ``engine``."""
     if drafter is None:
         drafter = bundle.manifest.drafter or NO_DRAFTER
     if not isinstance(drafter, str):
         return drafter
     offered = {info.name: info for info in bundle.manifest.drafters}
-    kind, options = (offered[drafter].kind, offered[drafter].options) if drafter in offered else (drafter, {})
+    info = offered.get(drafter)
+    kind, options = (info.kind, info.options) if info else (drafter, {})
+    try:
+        if info and info.graph is not None and kind in GRAPH_DRAFTERS:
+            return GRAPH_DRAFTERS[kind](engine.open_graph(info.graph), name=info.name, tree=info.tree, **options)
+    except TypeError as error:
+        raise BundleError(f"drafter {drafter!r}: {error}") from error
     if kind != NO_DRAFTER and kind not in DRAFTERS:
         names = dict.fromkeys([NO_DRAFTER, *offered, *DRAFTERS])
         raise UsageError(f"unknown drafter {drafter!r}: expected one of {', '.join(names)}")

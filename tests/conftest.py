@@ -58,7 +58,15 @@ def manifest_dict() -> dict[str, Any]:
             "windows": [None, 8],
         },
         "engine": "onnxruntime-cpu",
-        "drafters": [{"name": "suffix", "kind": "suffix", "options": {"memory": 4096, "strict": True}}],
+        "drafters": [
+            {
+                "name": "suffix",
+                "kind": "suffix",
+                "options": {"memory": 4096, "strict": True},
+                "graph": None,
+                "tree": None,
+            }
+        ],
         "drafter": "suffix",
         "stop_ids": [2],
         "lineage": {"source": "model", "revision": None, "fingerprint": "00ff", "head_fingerprint": None},

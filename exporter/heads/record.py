@@ -8,9 +8,9 @@ Weights go by canonical names, in the checkpoint's [out, in] layout:
 * Medusa: ``heads.{h}.blocks.{l}.weight`` [H, H] and ``.bias`` [H]; ``heads.{h}.lm_head`` [V, H] where each head has
   its own, ``lm_head`` where they share one.
 * Recurrent: ``reduce.weight`` [Hd, F] and ``.bias``; ``reduce_norm.weight`` [F] or ``reduce_norms.{i}.weight`` [H];
-  ``fuse.weight`` [Hd, 2 Hd] and ``.bias``; ``embedding_norm.weight``, ``hidden_norm.weight`` [Hd]; layers as in
-  the target (``layers.{i}.input_norm.weight``, ``layers.{i}.attention.q_proj.weight``,
-  ``layers.{i}.mlp_norm.weight``, ``layers.{i}.mlp.gate_proj.weight`` ...); ``norm.weight``; ``embedding`` [V, He]; ``lm_head`` [Vd, Hd].
+  ``fuse.weight`` [Hd, 2 Hd] and ``.bias``; ``embedding_norm.weight``, ``hidden_norm.weight`` [Hd]; layers as in the
+  target (``layers.{i}.input_norm.weight``, ``layers.{i}.attention.q_proj.weight``, ``layers.{i}.mlp_norm.weight``,
+  ``layers.{i}.mlp.gate_proj.weight`` ...); ``norm.weight``; ``embedding`` [V, He]; ``lm_head`` [Vd, Hd].
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drafters that need no weights, by name."""
+"""Every drafter by name: lookup drafters, which need no weights, and those that run a graph of the bundle."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from specexport.runtime.drafters.base import Drafter, DraftRequest, Observation
+from specexport.runtime.drafters.medusa import MedusaDrafter
 from specexport.runtime.drafters.ngram import NgramDrafter
 from specexport.runtime.drafters.recycling import RecyclingDrafter
 from specexport.runtime.drafters.suffix import SuffixDrafter
 from specexport.runtime.errors import UsageError
 
-__all__ = ["DRAFTERS", "NO_DRAFTER", "DraftRequest", "Drafter", "Observation", "make_drafter"]
+__all__ = ["DRAFTERS", "GRAPH_DRAFTERS", "NO_DRAFTER", "DraftRequest", "Drafter", "Observation", "make_drafter"]
 
 #: Plain decoding.
 NO_DRAFTER = "none"
@@ -22,6 +23,10 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
     SuffixDrafter.name: SuffixDrafter,
     RecyclingDrafter.name: RecyclingDrafter,
 }
+
+
+#: Drafters with a graph: kind -> factory(graph, name=, tree=, **options).
+GRAPH_DRAFTERS: dict[str, Callable[..., Drafter]] = {"medusa": MedusaDrafter}
 
 
 def make_drafter(name: str, vocab_size: int, **options: Any) -> Drafter | None:

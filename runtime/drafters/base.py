@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,4 +63,20 @@ class Drafter(Protocol):
 
     def observe(self, observation: Observation) -> None:
         """Learn from one verified step."""
+        ...
+
+
+@runtime_checkable
+class FeatureDrafter(Drafter, Protocol):
+    """A drafter that reads the target's hidden states (the ``features`` output)."""
+
+    def absorb(self, first: int, tokens: Sequence[int], features: NDArray[Any]) -> None:
+        """Tokens that have just been committed, with the target's features of each.
+
+        Called after every target call: for each prompt chunk before ``begin``, then for the accepted path of each step
+        before ``observe``. A ``first`` below what was absorbed so far discards the rest (a new prompt shares a prefix).
+
+        Args:
+            first: absolute position of the first of them. features: [n, F], valid only during the call.
+        """
         ...

@@ -2,12 +2,11 @@
 
 Idea: Luo et al. 2024 (arXiv 2408.08696). A table holds, for each token, the k most probable successors that the target
 last gave it; a static tree of rank paths is filled from it. The tree is not the paper's: it is grown for small widths
-by :func:`static_tree`.
+by :func:`specexport.runtime.drafters.paths.best_paths`.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from math import log
 
@@ -15,31 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specexport.runtime.drafters.base import DraftRequest, Observation
+from specexport.runtime.drafters.paths import best_paths
 from specexport.runtime.errors import UsageError
 from specexport.runtime.tree import Tree
 
 #: Chance that the successor of this rank is the next token, given that its parent is right: what was seen on SmolLM2's
 #: answers to Spec-Bench prompts (rank 0: 0.37 below the root and 0.52 below a right draft; the tree has one value).
 RANK_PROBABILITY = (0.45, 0.09, 0.045, 0.025, 0.02, 0.015, 0.012, 0.008)
-
-
-def static_tree(nodes: int, max_depth: int, rank_probability: Sequence[float]) -> list[tuple[int, int, int]]:
-    """The ``nodes`` most probable rank paths below a root, most probable first, so that every prefix is a best tree.
-
-    Returns:
-        ``(parent, rank, depth)`` of each node; parent 0 is the root and node i of the list is number i + 1.
-    """
-    # A heap of candidates by falling probability: each taken node offers its first child and its next sibling.
-    heap = [(-rank_probability[0], 0, 0, 1, 1.0)]
-    taken: list[tuple[int, int, int]] = []
-    while heap and len(taken) < nodes:
-        score, parent, rank, depth, above = heapq.heappop(heap)
-        taken.append((parent, rank, depth))
-        if depth < max_depth:
-            heapq.heappush(heap, (score * rank_probability[0], len(taken), 0, depth + 1, -score))
-        if rank + 1 < len(rank_probability):
-            heapq.heappush(heap, (-above * rank_probability[rank + 1], parent, rank + 1, depth, above))
-    return taken
 
 
 def top_k(row: NDArray[np.float32], k: int, block: int = 64) -> NDArray[np.int64]:
@@ -90,7 +71,7 @@ class RecyclingDrafter:
         self._vocab_size = vocab_size
         self._k = k
         self._learn = learn
-        self._template = static_tree(nodes, max_depth, RANK_PROBABILITY[:k])
+        self._template = best_paths(nodes, max_depth, lambda _, rank: RANK_PROBABILITY[rank], k)
         self._scores = [0.0]
         for parent, rank, _ in self._template:
             self._scores.append(self._scores[parent] + log(RANK_PROBABILITY[rank]))

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,20 @@ GRAPHS = (TARGET_FILE, CPU_TARGET_FILE, CPU_COMMIT_FILE)
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, 40)
 NOTHING = np.zeros(0, np.int64)
 
-_traced = cache(export_target)
+_GRAPHS: dict[str, tuple[Any, Any]] = {}
 
 
 @pytest.fixture(autouse=True)
 def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tracing is most of a build: keep the graphs, which every build fills with weights anew."""
-    monkeypatch.setattr(pipeline, "export_target", _traced)
+
+    def traced(*arguments: Any) -> tuple[Any, Any]:
+        key = repr(arguments)
+        if key not in _GRAPHS:
+            _GRAPHS[key] = export_target(*arguments)
+        return _GRAPHS[key]
+
+    monkeypatch.setattr(pipeline, "export_target", traced)
 
 
 @pytest.fixture
@@ -320,7 +326,7 @@ def unknown_tensor(checkpoint: Path) -> None:
 
 
 def missing_tensor(checkpoint: Path) -> None:
-    edit_tensors(checkpoint, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight") and None)
+    edit_tensors(checkpoint, lambda tensors: tensors.__delitem__("model.layers.1.mlp.up_proj.weight"))
 
 
 def wrong_shape(checkpoint: Path) -> None:

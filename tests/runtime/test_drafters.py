@@ -18,7 +18,8 @@ from specexport.runtime.drafters import (
     make_drafter,
 )
 from specexport.runtime.drafters.ngram import NgramDrafter
-from specexport.runtime.drafters.recycling import RANK_PROBABILITY, RecyclingDrafter, static_tree, top_k
+from specexport.runtime.drafters.paths import best_paths
+from specexport.runtime.drafters.recycling import RANK_PROBABILITY, RecyclingDrafter, top_k
 from specexport.runtime.drafters.suffix import SuffixAutomaton, SuffixDrafter
 from specexport.runtime.errors import UsageError
 from specexport.runtime.tree import Tree
@@ -301,7 +302,7 @@ class TestRecycling:
         assert top_k(row, 1).tolist() == [place]
 
     def test_static_tree_is_closed_ordered_and_optimal(self) -> None:
-        nodes = static_tree(24, 6, RANK_PROBABILITY)
+        nodes = best_paths(24, 6, lambda _, rank: RANK_PROBABILITY[rank], len(RANK_PROBABILITY))
         assert len(nodes) == len(set(nodes)) == 24
         paths: list[tuple[int, ...]] = [()]
         chance = [1.0]

@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[Callable[[Data], None], str]] = {
     "long text": (_set("tools", "specexport", value="1" * 1000), "at most 128"),
     "unknown default drafter": (_set("drafter", value="medusa"), "null or one of suffix"),
     "drafter names collide": (
-        _set("drafters", value=[{"name": "a", "kind": "a", "options": {}}] * 2),
+        _set("drafters", value=[{"name": "a", "kind": "a", "options": {}, "graph": None, "tree": None}] * 2),
         "different names",
     ),
     "odd engine name": (_set("engine", value="../x"), "engine is '../x'"),
