@@ -8,7 +8,7 @@ commit graph for the steps in which accepted rows have to move.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from specexport.runtime import contract
-from specexport.runtime.errors import BundleError, UsageError
+from specexport.runtime.errors import BundleError, SpecExportError, UsageError
 
 TARGET_FILE = "target.onnx"
 #: The graphs lowered for the CPU lie beside the target because they share its data file.
 CPU_TARGET_FILE = "target.cpu.onnx"
 CPU_COMMIT_FILE = "commit.cpu.onnx"
+#: Step inputs of the lowered target; the others belong to the commit graph.
+LOWERED_INPUTS = (contract.TOKENS, contract.POSITIONS, contract.TREE, contract.PAST, contract.SELECT)
 #: Cache rows of the lowered graphs that hold no tokens (``exporter.passes.grouped_query`` says why).
 CPU_SPARE_ROWS = 1
 
@@ -64,6 +66,33 @@ def _open(path: Path, options: ort.SessionOptions, providers: list[Any]) -> ort.
     except Exception as error:  # onnxruntime's exceptions share no base of their own
         reason = (str(error).splitlines() or ["no reason given"])[0]
         raise BundleError(f"{path}: onnxruntime {ort.__version__} cannot load it: {reason}") from error
+
+
+def _check_target(session: ort.InferenceSession, path: Path, step_inputs: Iterable[str]) -> None:
+    """Refuse a graph that is not a target: another bundle's, another version's, or a hostile one.
+
+    Raises:
+        BundleError: an input or output is missing or unknown, or the caches have no static shape of a known type.
+    """
+    inputs = {value.name: value for value in session.get_inputs()}
+    outputs = {value.name for value in session.get_outputs()} - {contract.FEATURES}
+    caches = contract.cache_names(sum(name.startswith("past_k.") for name in inputs))
+    wrong = inputs.keys() ^ {*step_inputs, *(past for past, _ in caches)}
+    wrong |= outputs ^ {contract.LOGITS, *(present for _, present in caches)}
+    if wrong:
+        raise BundleError(f"{path} is not a target graph: {min(wrong)} is missing or unknown; build the bundle again")
+    kinds = {(*inputs[past].shape, inputs[past].type) for past, _ in caches}
+    *shape, kind = min(kinds, key=str, default=((), ""))
+    if len(kinds) != 1 or len(shape) != 4 or not all(isinstance(dim, int) for dim in shape) or kind not in _NUMPY:
+        raise BundleError(f"{path}: the caches are {sorted(kinds, key=str)[:2]}, expected one shape of {list(_NUMPY)}")
+
+
+def _run(session: ort.InferenceSession, binding: ort.IOBinding) -> None:
+    try:
+        session.run_with_iobinding(binding)
+    except Exception as error:  # see _open
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        raise SpecExportError(f"onnxruntime {ort.__version__} failed in a call of the target: {reason}") from error
 
 
 class _Caches:
@@ -161,6 +190,7 @@ class OrtEngine:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
         self._bundle_path, self._threads, self._providers = bundle_path, threads, providers
         self._session = _open(path, options, providers)
+        _check_target(self._session, path, LOWERED_INPUTS if self._lowered else contract.STEP_INPUTS)
         self._device = "cuda" if cuda else "cpu"
         self._caches = _Caches(self._session, self._device)
         self.slots = self._caches.shape[2] - (CPU_SPARE_ROWS if self._lowered else 0)
@@ -191,7 +221,7 @@ class OrtEngine:
         row = np.array([write], np.int64)
         self._commit_binding.bind_cpu_input(contract.COMMIT, commit)
         self._commit_binding.bind_cpu_input(contract.WRITE, row)
-        self._commit_session.run_with_iobinding(self._commit_binding)
+        _run(self._commit_session, self._commit_binding)
 
     def run(
         self,
@@ -216,7 +246,7 @@ class OrtEngine:
         if not self._lowered:
             buffers[contract.WRITE][0] = write
             buffers[contract.COMMIT][:] = commit
-        self._session.run_with_iobinding(plan.binding)
+        _run(self._session, plan.binding)
         self._last = plan
         return plan.logits
 

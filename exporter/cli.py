@@ -6,6 +6,7 @@ Results go to standard output, progress and messages to standard error. Exit cod
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,18 @@ VERBS = {
     "doctor": "cli_inspect",
     "demo": "cli_run",
 }
+
+
+#: A slip of the keyboard must not start a hundred thousand threads.
+MAX_THREADS = 1024
+#: The same option for every verb that computes.
+threads_option = click.option(
+    "--threads",
+    type=click.IntRange(0, MAX_THREADS),
+    default=0,
+    metavar="N",
+    help="Threads to use. [default: one per physical core]",
+)
 
 
 class _Verbs(click.Group):
@@ -53,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows the program's name (default: ``sys.argv[1:]``).
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model writes what it likes, a terminal may not have the letters
     debug = "--debug" in arguments[: next((i for i, word in enumerate(arguments) if word in VERBS), None)]
     try:
         code = specexport.main(arguments, prog_name="specexport", standalone_mode=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from specexport.exporter.cli import echo_json
+from specexport.exporter.cli import echo_json, threads_option
 from specexport.exporter.cli_inspect import echo_table, size
 from specexport.exporter.doctor import require_export
 from specexport.exporter.progress import Progress
@@ -51,7 +51,7 @@ def feature_list(value: str) -> tuple[int | str, ...]:
     help="States that the graph also outputs: what enters layer L, or final.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace a bundle that is already there.")
-@click.option("--threads", type=click.IntRange(min=0), default=0, help="Threads to use. [default: all cores]")
+@threads_option
 @click.option("--json", "as_json", is_flag=True, help="Print path, stage times and peak memory as JSON.")
 def build(as_json: bool, threads: int, **options: Any) -> None:
     """Export SOURCE (a directory, a hub id or a GGUF file) to a self-contained bundle."""
@@ -79,7 +79,7 @@ def build(as_json: bool, threads: int, **options: Any) -> None:
 )
 @click.option("--prompts", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="One prompt a line.")
 @click.option("--engine", help="Engine to run on. [default: the bundle's]")
-@click.option("--threads", type=click.IntRange(min=0), default=0, help="Threads to use. [default: all cores]")
+@threads_option
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def verify(as_json: bool, **options: Any) -> int:
     """Check a bundle's logits and tokens against a recompute, write report.json; exit 1 when a check fails."""

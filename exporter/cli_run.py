@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from specexport.exporter.cli import echo_json
+from specexport.exporter.cli import echo_json, threads_option
 from specexport.exporter.progress import Progress
 
 #: Sampling options: field of SamplingParams, type, help. Unset ones are the model's own defaults.
@@ -60,7 +60,7 @@ def token_bias(value: str) -> tuple[int, float]:
 )
 @click.option("--stop", multiple=True, help="Text that ends the output; repeat for more.")
 @click.option("--engine", help="Engine to run on. [default: the bundle's]")
-@click.option("--threads", type=click.IntRange(min=0), default=0, help="Threads to use. [default: all cores]")
+@threads_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text as it comes.")
 def run(
     bundle: Path,
@@ -90,8 +90,7 @@ def run(
     for chunk in session.stream(text, params, stop=stop, chat=chat):
         result = chunk.result
         if not as_json:
-            click.echo(chunk.text, nl=False)
-            sys.stdout.flush()
+            click.echo(chunk.text, nl=False)  # flushes
     assert result is not None
     if as_json:
         echo_json(run_record(opened, result))
@@ -107,6 +106,8 @@ def run(
 
 
 def _standard_input() -> str:
+    if sys.stdin is None:  # closed by whoever started us
+        return ""
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
@@ -117,7 +118,7 @@ def _standard_input() -> str:
 @click.option("--prompt", help="What to ask. [default: a question with something to predict in its answer]")
 @click.option("--cache", type=click.Path(path_type=Path, file_okay=False), help="Where to keep model and bundle.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Length of the answer.")
-@click.option("--threads", type=click.IntRange(min=0), default=0, help="Threads to use. [default: all cores]")
+@threads_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def demo(prompt: str | None, cache: Path | None, max_tokens: int, threads: int, as_json: bool) -> int:
     """Fetch a small model, build a bundle, and answer a prompt twice: plain and speculative."""

@@ -7,6 +7,7 @@ overflow on Gemma and cost accuracy everywhere, and at a handful of rows their t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -62,10 +63,10 @@ class Step(NamedTuple):
 class Masks(nn.Module):
     """Additive attention masks [1, 1, T, S] of every distinct window, made once a call from the tree."""
 
-    def __init__(self, slots: int, windows: set[int | None], dtype: torch.dtype) -> None:
+    def __init__(self, slots: int, windows: Iterable[int | None], dtype: torch.dtype) -> None:
         super().__init__()
         self.slots = slots
-        self.windows = windows
+        self.windows = tuple(dict.fromkeys(windows))  # a set's order would differ from run to run, and so the graph
         self.dtype = dtype
 
     def forward(self, tree: Tensor, past: Tensor, positions: Tensor) -> dict[int | None, Tensor]:
@@ -201,7 +202,7 @@ class Target(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         if not config.tie_word_embeddings:
             self.lm_head = _weight(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.masks = Masks(slots, {layer.window for layer in config.layers}, dtype)
+        self.masks = Masks(slots, (layer.window for layer in config.layers), dtype)
         for index, rope in enumerate(config.ropes):
             for name in ("cos", "sin"):
                 self.register_buffer(f"rope_{name}_{index}", torch.empty(slots, rope.rotary_dim // 2, dtype=dtype))

@@ -62,7 +62,7 @@ def llama_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, torch.T
     """Random weights of a Llama ``config``, by Hugging Face name.
 
     Padding rows are the longest, so that only a mask keeps them from being sampled. Special tokens have zero rows, so
-    that greedy decoding goes on. Two dozen ids are longer than the others and attention says little, so that greedy
+    that greedy decoding goes on. A dozen ids are longer than the others and attention says little, so that greedy
     decoding repeats itself and drafts are accepted, though not always.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -75,7 +75,7 @@ def llama_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, torch.T
     tensors = {"model.embed_tokens.weight": random(rows, hidden), "model.norm.weight": 1 + random(hidden)}
     tensors["model.embed_tokens.weight"][VOCAB:] *= 3
     tensors["model.embed_tokens.weight"][: len(_SPECIAL)] = 0
-    tensors["model.embed_tokens.weight"][len(_SPECIAL) + 24 : VOCAB] *= 0.3
+    tensors["model.embed_tokens.weight"][len(_SPECIAL) + 12 : VOCAB] *= 0.3
     shapes = {
         "self_attn.q_proj": (hidden, hidden),
         "self_attn.k_proj": (narrow, hidden),

@@ -1,0 +1,287 @@
+"""What all head readers share: consuming every config key and every tensor exactly once, and the opened head.
+
+A reader takes keys from :class:`Keys` and tensors from :class:`Tensors`; whatever is left when it is done is an error.
+So no dialect can be read as another one that it merely resembles.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from specexport.exporter.checkpoint import Checkpoint
+from specexport.exporter.config import _IGNORABLE
+from specexport.exporter.config_values import boolean, integer, number, text
+from specexport.exporter.heads.record import HeadLineage, HeadRecord
+from specexport.exporter.shards import StoredWeights
+from specexport.runtime.errors import CheckpointError
+
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+INTEGERS = frozenset({"I64", "I32"})
+BOOLEANS = frozenset({"BOOL"})
+
+#: Tensors that carry nothing: rotary frequencies saved by old Transformers versions, and the copies of the verifier's
+#: norm and lm_head that speculators keeps for its training loss only.
+IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight")
+
+#: The object in a head's config.json that settles what its dialect leaves open (written by the user, not by a trainer).
+OVERRIDES = "specexport"
+
+
+class Keys:
+    """One JSON object of a config; every key must be taken, or be one that cannot change a logit."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str = "config") -> None:
+        self.raw, self.where = raw, where
+        self._taken: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        """Whether ``key`` is there and not null. Does not take it."""
+        return self.raw.get(key) is not None
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """The value of ``key``; ``default`` where it is absent or null."""
+        self._taken.add(key)
+        value = self.raw.get(key)
+        return default if value is None else value
+
+    def need(self, key: str) -> Any:
+        """The value of ``key``, which must be there."""
+        if key not in self:
+            raise CheckpointError(f"{self.where}: {key} is missing; it is required")
+        return self.take(key)
+
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int | None:
+        value = self.take(key)
+        return default if value is None else integer(key, value, low, high)
+
+    def number(self, key: str, default: float, low: float, high: float) -> float:
+        return number(key, self.take(key, default), low, high)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        return boolean(key, self.take(key, default))
+
+    def flag(self, key: str) -> bool | None:
+        """``key`` as a boolean, None where it is absent or null."""
+        value = self.take(key)
+        return None if value is None else boolean(key, value)
+
+    def string(self, key: str) -> str | None:
+        value = self.take(key)
+        if value is not None and not isinstance(value, str):
+            raise CheckpointError(f"{self.where}: {key} must be text, got {text(value)}")
+        return value
+
+    def integers(self, key: str, low: int, high: int) -> tuple[int, ...] | None:
+        """A list of integers, None where it is absent or null."""
+        value = self.take(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not value or len(value) > 64:
+            raise CheckpointError(f"{self.where}: {key} must be a list of 1 to 64 integers, got {text(value)}")
+        return tuple(integer(key, item, low, high) for item in value)
+
+    def object(self, key: str) -> Keys | None:
+        """A nested object, None where it is absent or null."""
+        value = self.take(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{self.where}: {key} must be an object, got {text(value)}")
+        return Keys(value, f"{self.where}.{key}")
+
+    def fixed(self, key: str, *values: Any) -> None:
+        """``key`` may be there, with one of ``values`` only."""
+        value = self.raw.get(key, values[0])
+        self._taken.add(key)
+        if not any(value == allowed and type(value) is type(allowed) for allowed in values):
+            raise CheckpointError(f"{self.where}: {key} is {text(value)}; only {text(values[0])} is supported")
+
+    def ignore(self, *keys: str) -> None:
+        """Take keys that cannot change a logit."""
+        self._taken.update(keys)
+
+    def finish(self) -> None:
+        """Raise CheckpointError for the first key that nobody took."""
+        for key in sorted(set(map(str, self.raw)) - self._taken - _IGNORABLE):
+            raise CheckpointError(
+                f"{self.where}: {key} = {text(self.raw.get(key))} is not understood for this head; it may change the "
+                "drafts, so it is refused: remove it if it has no effect"
+            )
+
+
+Transform = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where a canonical tensor comes from: a stored tensor, its canonical shape, and what is done to it."""
+
+    source: str
+    shape: tuple[int, ...]
+    transform: Transform | None = None
+
+
+class Tensors:
+    """The head's stored tensors; every one must be taken. Names are those of the file without ``prefix``."""
+
+    def __init__(self, stored: StoredWeights, prefix: str = "") -> None:
+        self.stored, self.prefix = stored, prefix
+        self._names = {name.removeprefix(prefix): name for name in stored.names()}
+        if len(self._names) != len(set(stored.names())):
+            raise CheckpointError(f"tensors are stored both with and without the prefix {prefix}; remove one set")
+        self._taken: set[str] = set()
+        self.parts: dict[str, Part] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def names(self) -> Iterator[str]:
+        yield from self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor. Raises CheckpointError if there is none of that name."""
+        if name not in self._names:
+            raise CheckpointError(f"tensor {name!r} is missing from the head")
+        return self.stored.shape(self._names[name])
+
+    def matrix(self, name: str) -> tuple[int, int]:
+        """Shape of a tensor that must have two dimensions."""
+        shape = self.shape(name)
+        if len(shape) != 2:
+            raise CheckpointError(f"tensor {name!r} has shape {list(shape)}; a matrix is expected")
+        return shape[0], shape[1]
+
+    def vector(self, name: str) -> int:
+        """Length of a tensor that must have one dimension."""
+        shape = self.shape(name)
+        if len(shape) != 1:
+            raise CheckpointError(f"tensor {name!r} has shape {list(shape)}; a vector is expected")
+        return shape[0]
+
+    def take(
+        self,
+        canonical: str,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        why: str = "",
+        transform: Transform | None = None,
+        out: tuple[int, ...] | None = None,
+    ) -> None:
+        """Take ``name`` as the canonical tensor ``canonical``.
+
+        Args:
+            shape: what the stored tensor must have. ``out``: the shape after ``transform``.
+            why: where that shape comes from, for the error.
+        """
+        if self.shape(name) != shape:
+            raise CheckpointError(
+                f"tensor {name!r} has shape {list(self.shape(name))}; {why or 'the config'} calls for {list(shape)}"
+            )
+        self._check(name, FLOATS, "floating point")
+        self._taken.add(name)
+        self.parts[canonical] = Part(self._names[name], shape if out is None else out, transform)
+
+    def read(self, name: str, kinds: frozenset[str], what: str) -> Tensor:
+        """Take a small tensor and read it now (a vocabulary map)."""
+        self.vector(name)
+        self._check(name, kinds, what)
+        self._taken.add(name)
+        return self.stored.read(self._names[name])
+
+    def _check(self, name: str, kinds: frozenset[str], what: str) -> None:
+        dtype, _ = self.stored.stored(self._names[name])
+        if dtype not in kinds:
+            raise CheckpointError(f"tensor {name!r} is stored as {dtype}; {what} is expected")
+
+    def finish(self, dialect: str) -> None:
+        """Raise CheckpointError for tensors that nobody took."""
+        left = sorted(n for n in self._names.keys() - self._taken if not IGNORED.fullmatch(n))
+        if left:
+            more = "" if len(left) == 1 else f" (and {len(left) - 1} more)"
+            raise CheckpointError(
+                f"tensor {left[0]!r}{more} is not understood for the {dialect} layout; the head is another dialect, "
+                "or the file is not only a head"
+            )
+
+
+class HeadWeights:
+    """A :class:`WeightSource` over the canonical names of ``heads.record``, in the stored dtype, read lazily."""
+
+    def __init__(self, stored: StoredWeights, parts: Mapping[str, Part]) -> None:
+        self._stored, self._parts = stored, dict(parts)
+
+    def names(self) -> Iterable[str]:
+        return list(self._parts)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._find(name).shape
+
+    def origin(self, name: str) -> str:
+        """The stored tensor that ``name`` comes from."""
+        return self._find(name).source
+
+    def read(self, name: str) -> Tensor:
+        part = self._find(name)
+        tensor = self._stored.read(part.source)
+        return tensor if part.transform is None else part.transform(tensor)
+
+    def _find(self, name: str) -> Part:
+        try:
+            return self._parts[name]
+        except KeyError:
+            raise CheckpointError(f"the head has no tensor {name}") from None
+
+
+def select_rows(rows: Tensor) -> Transform:
+    """A transform that picks rows (the lm_head of a truncated vocabulary)."""
+    return lambda tensor: tensor.index_select(0, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a dialect's reader makes of a head; ``warnings`` are one line each."""
+
+    record: HeadRecord
+    parts: Mapping[str, Part]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """An opened head.
+
+    Attributes:
+        source: what the user named. directory: where its files lie. config: its raw ``config.json``.
+        record: what it is. weights: its tensors by canonical name.
+        warnings: one line each, for people.
+    """
+
+    source: str
+    directory: Path
+    config: dict[str, Any]
+    record: HeadRecord
+    weights: HeadWeights
+    warnings: tuple[str, ...]
+    stored: StoredWeights
+
+    def fingerprint(self, *, fast: bool = False) -> str:
+        """What this head is: config and every tensor, as :meth:`Checkpoint.fingerprint`."""
+        return Checkpoint(self.source, self.directory, "hf", self.config, self.stored).fingerprint(fast=fast)
+
+
+def lineage(keys: Keys, *names: str) -> HeadLineage:
+    """Lineage from the first of ``names`` that is there; all of them are taken."""
+    found = [value for name in names if (value := keys.string(name)) is not None]
+    return HeadLineage(verifier=found[0] if found else None)
+
+
+def both(subject: str, first: str, second: str, fix: str) -> CheckpointError:
+    """The error for something that can be read in two ways."""
+    return CheckpointError(f"{subject} has two readings: {first}, or {second}; {fix}")
