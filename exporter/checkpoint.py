@@ -98,6 +98,8 @@ def open_checkpoint(source: str, *, revision: str | None = None, offline: bool =
         CheckpointError: nothing there, no such repository, or files that are damaged, incomplete or hostile.
     """
     path = Path(source).expanduser()
+    if revision is not None and path.exists():
+        raise CheckpointError(f"{source} is a local path; --revision {revision} is for hub ids")
     if path.is_file():
         if path.suffix != ".gguf":
             raise CheckpointError(f"{source}: expected a directory, a .gguf file or a hub id such as org/name")
@@ -106,8 +108,6 @@ def open_checkpoint(source: str, *, revision: str | None = None, offline: bool =
         if not _HUB_ID.fullmatch(source):
             raise CheckpointError(f"{source}: no such directory or .gguf file, and not a hub id such as org/name")
         path = _download(source, revision, offline)
-    elif revision is not None:
-        raise CheckpointError(f"{source} is a local directory; --revision {revision} is for hub ids")
     config = member(path, "config.json")
     if config is None:
         hint = next((f"; pass {found} itself" for found in sorted(path.glob("*.gguf"))), "")

@@ -29,7 +29,13 @@ def feature_list(value: str) -> tuple[int | str, ...]:
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 @click.option("--offline", is_flag=True, help="Use only what the hub cache already has.")
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="Directory or file to take the tokenizer from.")
-@click.option("--dtype", type=click.Choice(DTYPES), default="fp32", show_default=True, help="Of weights and cache.")
+@click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    default="fp32",
+    show_default=True,
+    help="Of weights and cache; onnxruntime-cpu cannot run bf16.",
+)
 @click.option(
     "--window",
     type=click.IntRange(min=8),

@@ -32,9 +32,13 @@ def echo_table(rows: dict[str, Any]) -> None:
 @click.command
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--full", is_flag=True, help="Also hash every file.")
-@click.option("--json", "as_json", is_flag=True, help="Print the manifest and what follows from it as JSON.")
-def inspect(bundle: Path, full: bool, as_json: bool) -> None:
-    """Show what a bundle holds."""
+@click.option("--target", metavar="SOURCE", help="For heads: the target to read and check them with.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def inspect(bundle: Path, full: bool, target: str | None, as_json: bool) -> None:
+    """Show what a bundle holds, or what the heads in a directory (or a hub id, with --target) are."""
+    if target is not None or _holds_heads(bundle):
+        _inspect_head(str(bundle), target, as_json)
+        return
     from specexport.exporter.inspect import describe
     from specexport.runtime.bundle import Bundle
 
@@ -68,6 +72,48 @@ def inspect(bundle: Path, full: bool, as_json: bool) -> None:
     )
     click.echo()
     echo_table({name: size(file["bytes"]) for name, file in manifest["files"].items()})
+
+
+def _holds_heads(path: Path) -> bool:
+    """Whether ``path`` holds weights and no bundle; without the export packages only bundles are known."""
+    if (path / "manifest.json").exists() or not path.exists():
+        return False
+    try:
+        from specexport.exporter.heads.files import looks_like_head
+    except ModuleNotFoundError:
+        return False
+    return looks_like_head(path)
+
+
+def _inspect_head(source: str, target: str | None, as_json: bool) -> None:
+    from specexport.exporter.checkpoint import open_checkpoint
+    from specexport.exporter.config import read_config
+    from specexport.exporter.heads.detect import open_head
+    from specexport.exporter.heads.merged import target_view
+    from specexport.exporter.heads.pairing import check_pair
+    from specexport.exporter.inspect import describe_head
+    from specexport.exporter.tokenizer import collect_tokenizer
+
+    warnings: list[str] = []
+    if target is None:
+        head = open_head(source)
+    else:
+        checkpoint = target_view(open_checkpoint(target))
+        config = read_config(checkpoint.config)
+        head = open_head(source, target=config)
+        mine, theirs = head.tokenizer(), None
+        if mine is not None:
+            theirs = collect_tokenizer(checkpoint).tokenizer_json
+        warnings = check_pair(head.record, config, mine, theirs, target_source=target)
+    facts = describe_head(head, warnings)
+    if as_json:
+        echo_json(facts)
+        return
+    echo_table({"head": facts["head"], **facts["words"], "fingerprint": facts["fingerprint"]})
+    click.echo()
+    echo_table({name: f"{part['source']} {list(part['shape'])}" for name, part in facts["tensors"].items()})
+    for warning in facts["warnings"]:
+        click.echo(f"warning: {warning}", err=True)
 
 
 @click.command

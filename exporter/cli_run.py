@@ -80,12 +80,12 @@ def run(
         raise click.UsageError("--no-spec and --drafter exclude each other")
     from specexport.exporter.demo import run_record
     from specexport.runtime.bundle import Bundle
-    from specexport.runtime.session import Session
+    from specexport.runtime.session import Session, default_params
 
     text = _standard_input() if prompt is None else prompt
     opened = Bundle.load(bundle)
+    params = default_params(opened.generation_config, logit_bias=dict(logit_bias) or None, **sampling)
     session = Session(opened, drafter="none" if no_spec else drafter, engine=engine, threads=threads)
-    params = session.params(logit_bias=dict(logit_bias) or None, **sampling)
     result = None
     for chunk in session.stream(text, params, stop=stop, chat=chat):
         result = chunk.result

@@ -1,13 +1,19 @@
-"""What a bundle says about itself, and what follows from it."""
+"""What a bundle or a head says about itself, and what follows from it."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from specexport.runtime.bundle import CHAT_TEMPLATE, MAX_TEXT_BYTES, REPORT, Bundle
 from specexport.runtime.manifest import DTYPES
+
+if TYPE_CHECKING:
+    from specexport.exporter.heads.base import Head
+    from specexport.exporter.heads.record import MedusaRecord, RecurrentRecord
 
 _ITEM_BYTES = dict(zip(DTYPES, (4, 2, 2), strict=True))
 
@@ -54,3 +60,103 @@ def _verdict(bundle: Bundle) -> bool | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return passed if isinstance(passed, bool) else None
+
+
+def describe_head(head: Head, warnings: Sequence[str] = ()) -> dict[str, Any]:
+    """``inspect --json`` of a head.
+
+    Args:
+        warnings: of the pairing with a target; the head's own come first.
+
+    Returns:
+        ``head``: what the user named; ``record``: every field (a vocabulary map as its ``size``, ``first`` and ``last``
+        target ids); ``tensors``: canonical name -> ``source`` (stored name) and ``shape``; ``words``: the record in
+        words, by topic; ``fingerprint`` (headers only) and ``warnings``.
+    """
+    record = {
+        field.name: getattr(head.record, field.name)
+        for field in dataclasses.fields(head.record)  # not asdict, which copies vocabulary maps
+    }
+    for name in ("token_map", "draft_to_target"):
+        if (ids := record.get(name)) is not None:
+            record[name] = {"size": len(ids), "first": int(ids[0]), "last": int(ids[-1])}
+    for name in ("blocks", "lineage"):
+        if name in record:
+            record[name] = dataclasses.asdict(record[name])
+    return {
+        "head": head.source,
+        "record": record | {"captures": head.record.captures},
+        "words": {"layout": f"{head.record.method}, {head.record.dialect}", **_words(head.record)},
+        "tensors": {
+            name: {"source": head.weights.origin(name), "shape": head.weights.shape(name)}
+            for name in head.weights.names()
+        },
+        "fingerprint": head.fingerprint(fast=True),
+        "warnings": [*head.warnings, *warnings],
+    }
+
+
+def _words(record: MedusaRecord | RecurrentRecord) -> dict[str, str]:
+    verifier = record.lineage.verifier or record.lineage.architecture or "not named"
+    if record.method == "medusa":
+        bias = "with" if record.block_bias else "without"
+        whose = {"own": "one a head", "shared": "one for all heads, the head's", "target": "the target's"}[
+            record.lm_head
+        ]
+        return {
+            "captures": "the target's state after its final norm",
+            "heads": f"{record.num_heads} heads of {record.num_layers} blocks x + {record.activation}(Wx), {bias} bias",
+            "width": str(record.hidden_size),
+            "lm_head": whose,
+            "vocabulary": f"{record.vocab_size} rows" + _mapped(record.token_map),
+            "made for": verifier,
+        }
+    blocks = record.blocks
+    reduce_norm = {"none": "as they are", "concat": "normed together", "each": "each normed"}[record.reduce_norm]
+    bias = " with bias" if record.reduce_bias else ""
+    width = f"{len(record.captures) * record.target_hidden_size} -> {blocks.hidden_size}"
+    normed = [
+        name for name, there in (("embedding", record.embedding_norm), ("hidden state", record.hidden_norm)) if there
+    ]
+    joined = " then ".join(record.order)
+    fused = "projected" + (" with bias" if record.fuse_bias else "") if record.fusion == "project" else "side by side"
+    first = "" if blocks.first_input_norm or record.fusion == "concat" else ", the first without an input norm"
+    extras = [
+        name
+        for name, there in (
+            ("biases on q, k, v", blocks.attention_bias),
+            ("a bias on o", blocks.output_bias),
+            ("biases in the MLP", blocks.mlp_bias),
+            ("q and k norms", blocks.qk_norm),
+        )
+        if there
+    ]
+    residual = ("normed" if record.norm_before_residual else "un-normed") + " hidden state"
+    theta = f"{blocks.rope.kind}, theta {blocks.rope.theta:g}, {blocks.rope.rotary_dim} of {blocks.head_dim} dimensions"
+    return {
+        "captures": ", ".join(
+            "the target's state after its final norm" if c == "final" else f"entering layer {c}"
+            for c in record.captures
+        ),
+        "features": f"{reduce_norm}, reduced {width}{bias}" if record.reduce else "used as they are",
+        "input": f"{joined}, {fused}" + (f"; normed: {' and '.join(normed)}" if normed else "; no norms"),
+        "layers": f"{blocks.num_layers} of {blocks.num_heads} heads ({blocks.num_kv_heads} kv) of {blocks.head_dim}, "
+        f"width {blocks.hidden_size}, MLP {blocks.intermediate_size} {blocks.activation}{first}",
+        "layer extras": ", ".join(extras) or "none",
+        "norm weights": f"eps {blocks.norm_eps:g}"
+        + (f", stored as w - {blocks.norm_offset:g}" if blocks.norm_offset else ""),
+        "residual": residual if record.fusion == "concat" else "the layer's input",
+        "rope": theta,
+        "context": f"{record.max_positions} positions",
+        "logits": ("final norm, then " if record.final_norm else "no final norm, ") + f"the {record.lm_head}'s lm_head",
+        "feedback": {"raw": "the output before the final norm", "normed": "the output after the final norm"}[
+            record.feedback
+        ],
+        "embedding": f"the {record.embedding}'s",
+        "vocabulary": f"{record.draft_vocab_size} of {record.vocab_size} rows" + _mapped(record.draft_to_target),
+        "made for": verifier,
+    }
+
+
+def _mapped(ids: Any) -> str:
+    return "" if ids is None else f", mapped to target ids {int(ids.min())} to {int(ids.max())}"

@@ -8,7 +8,7 @@ overflow on Gemma and cost accuracy everywhere, and at a handful of rows their t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -131,10 +131,23 @@ class Attention(nn.Module):
         return self.o_proj(mixed), present[0], present[1]
 
 
+class MLPSizes(Protocol):
+    """The part of a config that :class:`MLP` reads; drafters have records of their own."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+    @property
+    def activation(self) -> str: ...
+
+
 class MLP(nn.Module):
     """down(act(gate(x)) * up(x))."""
 
-    def __init__(self, config: TargetConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: MLPSizes, dtype: torch.dtype) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_proj = Linear(hidden, inner, config.mlp_bias, dtype)

@@ -30,17 +30,31 @@ def commit_and_append(past: Tensor, new: Tensor, commit: Tensor, order: Tensor, 
         [1, Hkv, S, D], ``past`` with rows ``write ..`` replaced.
     """
     block = torch.cat([past.index_select(2, commit), new], dim=2).index_select(2, order)
-    start = int(write[0])
-    if start + block.shape[2] > past.shape[2]:
-        raise ValueError(f"rows {start}..{start + block.shape[2]} do not fit a cache of {past.shape[2]}")
-    present = past.clone()
-    present[:, :, start : start + block.shape[2]] = block
-    return present
+    return _write_rows(past, block, int(write[0]))
 
 
 @commit_and_append.register_fake
 def _(past: Tensor, new: Tensor, commit: Tensor, order: Tensor, write: Tensor) -> Tensor:
     return torch.empty_like(past)
+
+
+@torch.library.custom_op("specexport::append_rows", mutates_args=())
+def append_rows(past: Tensor, new: Tensor, write: Tensor) -> Tensor:
+    """ONNX TensorScatter-24 on axis -2: ``past`` [1, Hkv, S, D] with rows ``write ..`` replaced by ``new``."""
+    return _write_rows(past, new, int(write[0]))
+
+
+@append_rows.register_fake
+def _(past: Tensor, new: Tensor, write: Tensor) -> Tensor:
+    return torch.empty_like(past)
+
+
+def _write_rows(past: Tensor, rows: Tensor, start: int) -> Tensor:
+    if start + rows.shape[2] > past.shape[2]:
+        raise ValueError(f"rows {start}..{start + rows.shape[2]} do not fit a cache of {past.shape[2]}")
+    present = past.clone()
+    present[:, :, start : start + rows.shape[2]] = rows
+    return present
 
 
 @torch.library.custom_op("specexport::attention", mutates_args=())
@@ -115,6 +129,10 @@ def _commit_and_append(past: Any, new: Any, commit: Any, order: Any, write: Any)
     return onnx_op.TensorScatter(past, onnx_op.Gather(joined, order, axis=2), write, axis=-2)
 
 
+def _append_rows(past: Any, new: Any, write: Any) -> Any:
+    return onnx_op.TensorScatter(past, new, write, axis=-2)
+
+
 def _attention(query: Any, key: Any, value: Any, mask: Any, scale: float) -> Any:
     # The exporter gives the node all four outputs of its schema; clean-up drops the unused ones.
     return onnx_op.Attention(query, key, value, mask, scale=scale)[0]
@@ -138,6 +156,7 @@ def _linear_transposed(x: Any, weight: Any) -> Any:
 #: ATen-style overload -> function that emits its ONNX node.
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.specexport.commit_and_append.default: _commit_and_append,
+    torch.ops.specexport.append_rows.default: _append_rows,
     torch.ops.specexport.attention.default: _attention,
     torch.ops.specexport.rotary.default: _rotary,
     torch.ops.specexport.rms_norm.default: _rms_norm,

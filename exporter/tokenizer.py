@@ -90,7 +90,8 @@ def collect_tokenizer(checkpoint: Checkpoint, override: Path | None = None) -> T
         tokenizer_config=config,
         chat_template=template,
         generation_config=generation,
-        stop_ids=_stop_ids(checkpoint, tokenizer, config, generation, template, rows),
+        # An id in the padding is never sampled, so it ends nothing.
+        stop_ids=tuple(end for end in _stop_ids(checkpoint, config, generation, template, rows) if end < size),
         vocab_size=size,
         pad_rows=rows - size,
     )
@@ -213,7 +214,6 @@ def _named_template(value: Any) -> str | None:
 
 def _stop_ids(
     checkpoint: Checkpoint,
-    tokenizer: Tokenizer,
     config: Mapping[str, Any],
     generation: Mapping[str, Any],
     template: str | None,

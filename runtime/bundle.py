@@ -131,6 +131,8 @@ def inside(root: Path, name: str) -> Path:
         raise BundleError(f"{name} is a link out of the bundle {str(root)!r}: copy it with its links followed (cp -rL)")
     if not regular:
         raise BundleError(f"{name} in the bundle {str(root)!r} is not a regular file")
+    if not os.access(real, os.R_OK):
+        raise BundleError(f"{name} in the bundle {str(root)!r} cannot be read: change its permissions")
     return path
 
 

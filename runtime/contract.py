@@ -42,6 +42,7 @@ LOGITS = "logits"
 FEATURES = "features"
 #: Outputs of drafter graphs.
 DRAFT_TOKENS = "draft_tokens"
+DRAFT_PARENTS = "draft_parents"
 DRAFT_LOGPROBS = "draft_logprobs"
 
 #: Inputs other than the caches, in graph order.

@@ -271,8 +271,8 @@ class Manifest:
             raise _fail("target.prefill_chunk", target.prefill_chunk, f"at most target.slots, {target.slots}")
         if len(target.windows) != target.layers:
             raise _fail("target.windows", len(target.windows), f"one entry for each of {target.layers} layers")
-        if late := [token for token in self.stop_ids if token >= target.vocab_size]:
-            raise _fail("stop_ids", late[0], f"ids below target.vocab_size, {target.vocab_size}")
+        if late := [token for token in self.stop_ids if token >= target.valid_vocab]:
+            raise _fail("stop_ids", late[0], f"ids below target.valid_vocab, {target.valid_vocab}")
         names = [drafter.name for drafter in self.drafters]
         if len(set(names)) != len(names):
             raise _fail("drafters", names, "different names")

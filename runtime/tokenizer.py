@@ -97,7 +97,7 @@ class Tokenizer:
         try:
             ids: list[int] = self.backend.encode(text, add_special_tokens=by_file).ids
         except (UnicodeError, TypeError) as error:
-            raise UsageError("the text is not valid Unicode: half of a surrogate pair is in it (bytes not UTF-8?)") from error
+            raise UsageError("the text cannot be tokenized: it is not valid Unicode, give it as UTF-8") from error
         if add_special and self._ends is not None:
             return [*self._ends[0], *ids, *self._ends[1]]
         return ids

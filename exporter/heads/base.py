@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from specexport.exporter.checkpoint import Checkpoint
+from specexport.exporter.checkpoint import Checkpoint, read_text
 from specexport.exporter.config import _IGNORABLE
 from specexport.exporter.config_values import boolean, integer, number, text
 from specexport.exporter.heads.record import HeadLineage, HeadRecord
-from specexport.exporter.shards import StoredWeights
+from specexport.exporter.shards import StoredWeights, member
 from specexport.runtime.errors import CheckpointError
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -128,13 +128,21 @@ class Part:
 
 
 class Tensors:
-    """The head's stored tensors; every one must be taken. Names are those of the file without ``prefix``."""
+    """The head's stored tensors; every one must be taken.
 
-    def __init__(self, stored: StoredWeights, prefix: str = "") -> None:
-        self.stored, self.prefix = stored, prefix
-        self._names = {name.removeprefix(prefix): name for name in stored.names()}
-        if len(self._names) != len(set(stored.names())):
-            raise CheckpointError(f"tensors are stored both with and without the prefix {prefix}; remove one set")
+    Args:
+        renames: prefix of a stored name -> what a dialect's reader calls it.
+    """
+
+    def __init__(self, stored: StoredWeights, renames: Mapping[str, str] | None = None) -> None:
+        self.stored = stored
+        self._names: dict[str, str] = {}
+        for name in stored.names():
+            old = next((prefix for prefix in renames or {} if name.startswith(prefix)), None)
+            mine = name if old is None or renames is None else renames[old] + name.removeprefix(old)
+            if mine in self._names:
+                raise CheckpointError(f"tensors {self._names[mine]!r} and {name!r} are the same one under two names")
+            self._names[mine] = name
         self._taken: set[str] = set()
         self.parts: dict[str, Part] = {}
 
@@ -270,6 +278,11 @@ class Head:
     weights: HeadWeights
     warnings: tuple[str, ...]
     stored: StoredWeights
+
+    def tokenizer(self) -> bytes | None:
+        """The head's own ``tokenizer.json``, None where it ships none. Raises CheckpointError if it is too large."""
+        path = member(self.directory, "tokenizer.json")
+        return None if path is None else read_text(path).encode()
 
     def fingerprint(self, *, fast: bool = False) -> str:
         """What this head is: config and every tensor, as :meth:`Checkpoint.fingerprint`."""

@@ -46,7 +46,9 @@ def refuse_blocks(names: Sequence[str]) -> None:
     for name in sorted(names):
         for piece, kind in _REFUSED.items():
             if piece in name:
-                raise CheckpointError(f"tensor {name!r}: {kind} is not built for heads; only dense attention and MLP are")
+                raise CheckpointError(
+                    f"tensor {name!r}: {kind} is not built for heads; only dense attention and MLP are"
+                )
 
 
 def activation(keys: Keys, key: str = "hidden_act") -> str:
@@ -72,7 +74,9 @@ def model_type(keys: Keys, default: str = "llama") -> str:
     """The ``model_type``, which decides what the config's silences mean."""
     name = keys.string("model_type") or default
     if name not in DEFAULTS:
-        raise CheckpointError(f"{keys.where}: model_type {text(name)} is not supported; expected one of {', '.join(DEFAULTS)}")
+        raise CheckpointError(
+            f"{keys.where}: model_type {text(name)} is not supported; expected one of {', '.join(DEFAULTS)}"
+        )
     return name
 
 
@@ -90,6 +94,13 @@ def _expect(keys: Keys, key: str, said: bool, found: bool, what: str) -> None:
         there = "are in the file" if found else "are missing from the file"
         origin = f"{key} is {str(said).lower()}" if key in keys else f"{key} is absent, which means {str(said).lower()}"
         raise CheckpointError(f"{keys.where}: {origin}, but {what} {there}; one of them is wrong")
+
+
+def check_layer_types(keys: Keys, count: int) -> None:
+    """``layer_types``, where it is there, must list ``count`` layers of full attention."""
+    kinds = keys.take("layer_types", ["full_attention"] * count)
+    if kinds != ["full_attention"] * count:
+        raise CheckpointError(f"{keys.where}: layer_types is {text(kinds)}; only {count} of full_attention is built")
 
 
 def read_blocks(
@@ -119,7 +130,9 @@ def read_blocks(
     inner = tensors.matrix(gate)[0]
     agree(keys, "intermediate_size", inner, gate)
     qk_norm = f"{attention[0]}q_norm.weight" in tensors
-    heads, kv_heads, head_dim = _heads(keys, tensors, q, k, defaults, attention[0] + "q_norm.weight" if qk_norm else None)
+    heads, kv_heads, head_dim = _heads(
+        keys, tensors, q, k, defaults, attention[0] + "q_norm.weight" if qk_norm else None
+    )
 
     qkv_bias = _bias(tensors, attention, ("q_proj", "k_proj", "v_proj"))
     output_bias = _bias(tensors, attention, ("o_proj",))
@@ -129,17 +142,14 @@ def read_blocks(
     _expect(keys, "attention_bias", said and kind not in _NO_OUTPUT_BIAS, output_bias, "biases of o_proj")
     _expect(keys, "mlp_bias", keys.boolean("mlp_bias", False), mlp_bias, "biases of the MLP")
     if "use_qk_norm" in keys or "model_type" in keys:
-        _expect(keys, "use_qk_norm", keys.boolean("use_qk_norm", defaults.get("qk_norm", False)), qk_norm, "q and k norms")
-    keys.fixed("use_sliding_window", False, None)
+        _expect(
+            keys, "use_qk_norm", keys.boolean("use_qk_norm", defaults.get("qk_norm", False)), qk_norm, "q and k norms"
+        )
     keys.fixed("rope_interleaved", False)
-    if not keys.raw.get("use_sliding_window", True):
-        keys.ignore("sliding_window", "max_window_layers")
-    keys.fixed("sliding_window", None, *([keys.raw.get("sliding_window")] if keys.raw.get("use_sliding_window") is False else []))
+    keys.fixed("use_sliding_window", False, None)
     keys.ignore("max_window_layers")
-    kinds = keys.take("layer_types", ["full_attention"] * len(prefixes))
-    if kinds != ["full_attention"] * len(prefixes):
-        raise CheckpointError(f"{keys.where}: layer_types is {text(kinds)}; only full_attention is built for heads")
-
+    if keys.take("sliding_window") is not None and "use_sliding_window" not in keys:
+        raise CheckpointError(f"{keys.where}: sliding_window is set; heads attend to everything: set it to null")
     for index, prefix in enumerate(prefixes):
         _layer(
             tensors,
@@ -186,19 +196,21 @@ def _heads(
         raise CheckpointError(f"{keys.where}: head_dim is {head_dim} but tensor {norm!r} has {tensors.vector(norm)}")
     if rows == 2 * heads * head_dim:
         raise CheckpointError(
-            f"tensor {q!r} has {rows} rows, twice {heads} heads of {head_dim}: either queries with a gate (Qwen3-Next), "
-            "which is not built, or a wrong num_attention_heads or head_dim"
+            f"tensor {q!r} has {rows} rows, twice {heads} heads of {head_dim}: either queries with a gate "
+            "(Qwen3-Next), which is not built, or a wrong num_attention_heads or head_dim"
         )
     if rows != heads * head_dim:
         raise CheckpointError(
             f"tensor {q!r} has {rows} rows; the config calls for {heads} heads of {head_dim} = {heads * head_dim}: "
             "num_attention_heads or head_dim is wrong or missing"
         )
-    kv_heads = keys.integer("num_key_value_heads", *LIMITS["num_key_value_heads"], default=defaults["num_key_value_heads"])
+    kv_heads = keys.integer(
+        "num_key_value_heads", *LIMITS["num_key_value_heads"], default=defaults["num_key_value_heads"]
+    )
     kv_heads = heads if kv_heads is None else kv_heads
     if narrow != kv_heads * head_dim or heads % kv_heads:
         raise CheckpointError(
-            f"tensor {k!r} has {narrow} rows; the config calls for {kv_heads} kv heads of {head_dim} (of {heads} heads): "
+            f"tensor {k!r} has {narrow} rows; the config calls for {kv_heads} kv heads of {head_dim} (of {heads}): "
             "num_key_value_heads is wrong or missing"
         )
     return heads, kv_heads, head_dim

@@ -1,7 +1,12 @@
-"""Heads -> ``drafter.<name>.onnx``: one call yields a whole proposal.
+"""Heads -> ``drafter.<method>.onnx``: one call yields a whole proposal.
 
 Medusa: ``features`` [1, H] of the last accepted node -> ``draft_tokens`` int64 [heads, k] and ``draft_logprobs``
 float32 [heads, k].
+
+Recurrent: ``features`` [1, A, F] of the newly committed tokens, ``tokens`` int64 [1, A] that follow each, ``past``
+int64 [1] and the draft caches ``past_k.l``, ``past_v.l`` [1, Hkv, S, D] -> ``draft_tokens``, ``draft_parents`` int64
+[N - 1] (0 is the root, i + 1 the i-th drafted node), ``draft_logprobs`` float32 [N - 1] of each path, and
+``present_k.l``, ``present_v.l`` in the memory of the caches.
 """
 
 from __future__ import annotations
@@ -13,7 +18,9 @@ import torch
 
 from specexport.exporter.graph_file import save_graph, trace
 from specexport.exporter.heads.modules import MedusaHeads
-from specexport.exporter.heads.record import MedusaRecord
+from specexport.exporter.heads.record import MedusaRecord, RecurrentRecord
+from specexport.exporter.heads.recurrent import RecurrentDrafter
+from specexport.exporter.passes import used_rows
 from specexport.exporter.weights import WeightSource
 from specexport.runtime import contract
 from specexport.runtime.errors import CheckpointError
@@ -39,14 +46,60 @@ def export_medusa(
         features = torch.zeros(1, record.hidden_size, dtype=dtype)
     names = [contract.DRAFT_TOKENS, contract.DRAFT_LOGPROBS]
     model = trace(heads, {contract.FEATURES: (features, {})}, names, "drafter")
-    shared = {"lm_head": target_head(target_graph)} if record.lm_head == "target" else {}
+    shared = {"lm_head": target_table(target_graph, *LM_HEAD)} if record.lm_head == "target" else {}
     save_graph(model, heads.values(weights), path, shared=shared)
 
 
-def target_head(target_graph: Path) -> ir.ExternalTensor:
-    """Where the target keeps its lm_head [V, H]: its own, or the embedding it is tied to."""
+def export_recurrent(
+    record: RecurrentRecord,
+    weights: WeightSource,
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    slots: int,
+    depth: int,
+    k: int,
+    nodes: int,
+    valid_vocab: int,
+    target_graph: Path,
+) -> None:
+    """Write the drafter graph of a recurrent head, its cache cut to the used rows (``passes.used_rows``).
+
+    Args:
+        slots: rows of the draft cache. depth, k, nodes: see :class:`RecurrentDrafter`.
+        target_graph: ``target.onnx`` in the same directory; tables that are the target's refer to its data.
+    """
+    with torch.device("meta"):
+        drafter = RecurrentDrafter(record, slots, dtype, depth=depth, k=k, nodes=nodes, valid_vocab=valid_vocab).eval()
+        accepted = torch.export.Dim(contract.COMMIT_DIM)
+        width = record.target_hidden_size * len(record.captures)
+        caches = contract.cache_names(record.blocks.num_layers)
+        shape = (1, record.blocks.num_kv_heads, slots, record.blocks.head_dim)
+        inputs: dict[str, tuple[torch.Tensor, dict[int, object]]] = {
+            contract.FEATURES: (torch.zeros(1, 3, width, dtype=dtype), {1: accepted}),
+            contract.TOKENS: (torch.zeros(1, 3, dtype=torch.int64), {1: accepted}),
+            contract.PAST: (torch.zeros(1, dtype=torch.int64), {}),
+            **{past: (torch.zeros(shape, dtype=dtype), {}) for past, _ in caches},
+        }
+    proposal = (contract.DRAFT_TOKENS, contract.DRAFT_PARENTS, contract.DRAFT_LOGPROBS)
+    model = trace(drafter, inputs, [*proposal, *(present for _, present in caches)], "drafter")
+    used_rows.lower(model, slots)
+    shared = {}
+    if record.embedding == "target":
+        shared["embedding"] = target_table(target_graph, "embedding")
+    if record.lm_head == "target":
+        shared["lm_head"] = target_table(target_graph, *LM_HEAD)
+    save_graph(model, drafter.values(weights), path, shared=shared)
+
+
+#: Where a target keeps its lm_head [V, H]: its own, or the embedding it is tied to.
+LM_HEAD = ("lm_head", "embedding")
+
+
+def target_table(target_graph: Path, *names: str) -> ir.ExternalTensor:
+    """Where the target keeps the first of its tensors ``names`` that it has."""
     initializers = ir.load(target_graph).graph.initializers
-    for name in ("lm_head", "embedding"):
+    for name in names:
         if name in initializers and isinstance(tensor := initializers[name].const_value, ir.ExternalTensor):
             return tensor
-    raise CheckpointError(f"{target_graph} has no lm_head in its data file: its model is too small to share one")
+    raise CheckpointError(f"{target_graph} has no {names[0]} in its data file: the model is too small to share one")

@@ -12,9 +12,16 @@ from specexport.exporter.shards import PickleSource, SafetensorsSource, StoredWe
 from specexport.runtime.errors import CheckpointError
 
 #: Weights of a Medusa head by itself; safetensors win over the pickle.
-LONE = (("medusa_lm_head.safetensors", SafetensorsSource), ("medusa_lm_head.pt", PickleSource))
+LONE: tuple[tuple[str, type[SafetensorsSource] | type[PickleSource]], ...] = (
+    ("medusa_lm_head.safetensors", SafetensorsSource),
+    ("medusa_lm_head.pt", PickleSource),
+)
 _COMMON = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json")
-_SUFFIXES = {".safetensors": SafetensorsSource, ".pt": PickleSource, ".bin": PickleSource}
+_SUFFIXES: dict[str, type[SafetensorsSource] | type[PickleSource]] = {
+    ".safetensors": SafetensorsSource,
+    ".pt": PickleSource,
+    ".bin": PickleSource,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,9 @@ def _weights(directory: Path) -> StoredWeights:
     for name, kind in LONE:
         if (path := member(directory, name)) is not None:
             if common:
-                raise CheckpointError(f"{directory}: holds both {name} and {common[0]}; pass the file of the head itself")
+                raise CheckpointError(
+                    f"{directory}: holds both {name} and {common[0]}; pass the file of the head itself"
+                )
             return kind({name: path})
     if not common:
         raise CheckpointError(

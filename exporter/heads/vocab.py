@@ -33,7 +33,9 @@ def read_offsets(tensors: Tensors, rows: int, vocab: int) -> NDArray[np.int64] |
         raise CheckpointError(f"tensor {held[0]!r} is there but {other!r} is missing; they prove each other")
     for name, size in (("d2t", rows), ("t2d", vocab)):
         if tensors.vector(name) != size:
-            raise CheckpointError(f"tensor {name!r} has {tensors.vector(name)} entries; the vocabulary calls for {size}")
+            raise CheckpointError(
+                f"tensor {name!r} has {tensors.vector(name)} entries; the vocabulary calls for {size}"
+            )
     offset = tensors.read("d2t", INTEGERS, "an integer type").to(torch.int64)
     marks = tensors.read("t2d", BOOLEANS, "bool")
     if rows == vocab and not bool(offset.any()) and bool(marks.all() or not marks.any()):
@@ -64,6 +66,6 @@ def read_token_map(tensors: Tensors, vocab: int) -> NDArray[np.int64]:
         CheckpointError: ids out of range or twice.
     """
     ids = tensors.read("token_map", INTEGERS, "an integer type").to(torch.int64)
-    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocab or len(ids.unique()) != len(ids):
+    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocab or len(set(ids.tolist())) != len(ids):
         raise CheckpointError(f"tensor 'token_map' must hold distinct ids below the vocabulary's {vocab}")
     return ids.numpy()

@@ -22,6 +22,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from specexport.engines.ort import CPU_SPARE_ROWS
+from specexport.exporter.passes.graph import constant, is_arange
 from specexport.runtime import contract
 from specexport.runtime.errors import SpecExportError
 
@@ -64,13 +65,6 @@ def lower(model: ir.Model, slots: int) -> ir.Model:
     return model
 
 
-def _constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
-    tensor = ir.tensor(array, name=name)
-    value = ir.Value(name=name, const_value=tensor, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype))
-    graph.initializers[name] = value
-    return value
-
-
 class _Rows:
     """Row bookkeeping shared by the layers: a lone node doubled, and the masks' columns cut to the used rows.
 
@@ -82,14 +76,14 @@ class _Rows:
     def __init__(self, graph: ir.Graph, inputs: dict[str | None, ir.Value], slots: int) -> None:
         past, tokens = inputs[contract.PAST], inputs[contract.TOKENS]
         anchor = next(
-            (n for n in graph if n.op_type == "Sub" and n.inputs[1] is past and _is_arange(n.inputs[0], slots)), None
+            (n for n in graph if n.op_type == "Sub" and n.inputs[1] is past and is_arange(n.inputs[0], slots)), None
         )
         if anchor is None:
             raise SpecExportError("no column index (arange(S) - past) was found in the graph's mask")
-        zero, one, two = (_constant(graph, f"const_{n}", np.array(n)) for n in (0, 1, 2))
+        zero, one, two = (constant(graph, f"const_{n}", np.array(n)) for n in (0, 1, 2))
         self.zeros, self.axis = (
-            _constant(graph, "const_[0]", np.array([0])),
-            _constant(graph, "const_[1]", np.array([1])),
+            constant(graph, "const_[0]", np.array([0])),
+            constant(graph, "const_[1]", np.array([1])),
         )
         nodes: list[ir.Node] = []
 
@@ -113,12 +107,6 @@ class _Rows:
             for user, index in list(inputs[name].uses()):
                 if user is not doubled.producer() and user.op_type != "Shape":
                     user.replace_input_with(index, doubled)
-
-
-def _is_arange(value: ir.Value | None, slots: int) -> bool:
-    if value is None or value.const_value is None or value.const_value.dtype != ir.DataType.INT64:
-        return False
-    return value.const_value.shape == (slots,) and bool(np.array_equal(value.const_value.numpy(), np.arange(slots)))
 
 
 def _producer(value: ir.Value | None, op_type: str, layer: str | None) -> ir.Node:
@@ -199,7 +187,7 @@ def _flatten(graph: ir.Graph, before: ir.Node, value: ir.Value | None, layer: st
         flat = source.inputs[0]
         assert flat is not None
     else:
-        shape = _constant(graph, f"{layer}_{split.name}_flat", np.array([1, -1, heads * width]))
+        shape = constant(graph, f"{layer}_{split.name}_flat", np.array([1, -1, heads * width]))
         reshape = ir.node("Reshape", [split, shape])
         graph.insert_before(before, reshape)
         flat = reshape.outputs[0]

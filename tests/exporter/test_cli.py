@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
+import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -298,3 +302,118 @@ def test_demo_fails_when_tokens_differ(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "tokens       DIFFERENT" in capsys.readouterr().out
     assert cli.main(["demo", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["tokens_identical"] is False
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ([""], 2, "the prompt is empty"),
+        (["x" * 200], 2, "200 tokens and the context 128"),
+        (["\udcff"], 2, "the text cannot be tokenized: it is not valid Unicode"),
+        (["hi", "--threads", "-3"], 2, "-3 is not in the range"),
+        (["hi", "--threads", "100000"], 2, "100000 is not in the range"),
+        (["hi", "--max-tokens", "0"], 2, "max_tokens must be 1 or more, got 0"),
+        (["hi", "--temperature", "nan"], 2, "temperature must be a finite number, got nan"),
+        (["hi", "--top-p", "2"], 2, "top_p must be above 0 and at most 1 (off), got 2.0"),
+        (["hi", "--logit-bias", "5=1e300"], 2, "logit_bias of token 5 must be -1e6 to 1e6"),
+        (["hi", "--logit-bias", "300=1"], 2, "token id 300 is outside the vocabulary"),
+        (["hi", "--stop", ""], 2, "a stop string must have 1 to 1024 characters"),
+        (["hi", "--drafter", "oracle"], 2, "unknown drafter 'oracle'"),
+        (["hi", "--engine", "abacus"], 2, "unknown engine 'abacus'"),
+        (["hi", *(word for token in range(300) for word in ("--logit-bias", f"{token}=-inf"))], 1, "bans all"),
+    ],
+)
+def test_run_refuses_in_one_line(
+    words: list[str], code: int, message: str, tiny_bundle: Bundle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Standard output stays empty, so that whoever parses it is not misled."""
+    assert cli.main(["run", str(tiny_bundle.path), "--json", *words]) == code
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("specexport: error: ") and shown.err.count("\n") == 1
+    assert message in shown.err
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe", b"the \xc3"])
+def test_standard_input_that_is_not_text(
+    data: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+    assert cli.main(["run", "bundle"]) == 2
+    assert "is not UTF-8 (byte " in capsys.readouterr().err
+
+
+def start(*words: str, **streams: Any) -> subprocess.Popen[bytes]:
+    """The command line of the source tree as a process of its own."""
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / ".dev"), "PYTHONIOENCODING": "latin-1"}
+    return subprocess.Popen([sys.executable, "-m", "specexport.exporter.cli", *words], env=env, **streams)
+
+
+def test_output_that_the_terminal_has_no_letters_for_or_nobody_reads(tiny_bundle: Bundle) -> None:
+    words = ["run", str(tiny_bundle.path), "hi", "--temperature", "5", "--seed", "3", "--threads", "1"]
+    done = start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    text, message = done.communicate()
+    assert (done.returncode, message) == (0, b"") and b"?" in text
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = start(*words, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.communicate()[1], done.returncode) == (b"", 1)
+    closed = start("run", str(tiny_bundle.path), stdin=None, stderr=subprocess.PIPE, preexec_fn=lambda: os.close(0))
+    assert b"the prompt is empty" in closed.communicate()[1]
+
+
+def test_an_interrupted_build_leaves_nothing(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    build = start("build", str(tiny_checkpoint), "-o", str(tmp_path / "bundle"), stderr=subprocess.PIPE)
+    assert build.stderr is not None
+    assert build.stderr.readline().startswith(b"read checkpoint: ")  # the graph is being traced, for seconds
+    assert list(tmp_path.iterdir())
+    build.send_signal(signal.SIGINT)
+    assert build.communicate()[1].split() == b"specexport: error: interrupted".split()
+    assert build.returncode == 130
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_without_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["build", "nobody/nothing", "--offline", "-o", str(tmp_path / "bundle")]) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("specexport: error: nobody/nothing: not in the local hub cache")
+    assert not list(tmp_path.iterdir())
+
+
+def documented(readme: str, verb: str) -> set[str]:
+    """Top-level keys that the README's table gives for a verb."""
+    row = next(line for line in readme.splitlines() if line.startswith(f"| `{verb}` |"))
+    names = re.sub(r"\([^)]*\)|\{[^}]*\}", "", row.split("|")[2])
+    return set(re.findall(r"`(\w+)`", names))
+
+
+def test_readme_names_every_key(
+    repository: Path, tiny_bundle: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from specexport.exporter.verify import Report
+
+    readme = (repository / "README.md").read_text()
+    words = {
+        "run": [str(tiny_bundle.path), "hi", "--logprobs", "2", "--threads", "1"],
+        "inspect": [str(tiny_bundle.path)],
+        "doctor": [],
+    }
+    for verb, rest in words.items():
+        assert cli.main([verb, *rest, "--json"]) == 0
+        record = json.loads(capsys.readouterr().out)
+        assert record.keys() == documented(readme, verb), verb
+    report = Report(tmp_path, "onnxruntime-cpu", ()).to_dict()
+    assert report.keys() == documented(readme, "verify") - {"json"}
+    result = Result("", [], "length", None, None, RunStatistics())
+    extra = demo.DemoResult(tiny_bundle, result, result).to_dict().keys() - documented(readme, "run")
+    assert extra == documented(readme, "demo") - {"run"}
+
+
+def test_readme_example_of_the_python_interface(
+    repository: Path, tiny_bundle: Bundle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = (repository / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert '"smollm2"' in code
+    exec(compile(code.replace('"smollm2"', repr(str(tiny_bundle.path))), "README.md", "exec"), {})
+    assert capsys.readouterr().out

@@ -8,11 +8,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from onnx import TensorProto
 
-from specexport.engines.ort import TARGET_FILE
+from specexport.engines.ort import CPU_COMMIT_FILE, CPU_TARGET_FILE, TARGET_FILE
 from specexport.exporter.config import read_config
 from specexport.exporter.graph_file import ALIGNMENT, DTYPES, INLINE_BYTES
 from specexport.exporter.layers import Target
@@ -26,6 +28,7 @@ from tests.tiny import LLAMA, llama_tensors
 CONFIG = read_config(LLAMA)
 SLOTS = 32
 LAYERS = LLAMA["num_hidden_layers"]
+GRAPHS = (TARGET_FILE, CPU_TARGET_FILE, CPU_COMMIT_FILE)
 
 
 class Weights:
@@ -78,6 +81,51 @@ def test_inputs_and_outputs_are_the_contract(tiny_bundle: Bundle) -> None:
 
     assert faces(graph.inputs) == expected and list(faces(graph.inputs)) == list(expected)
     assert faces(graph.outputs) == results and list(faces(graph.outputs)) == list(results)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs_are_valid_and_standard(tiny_bundle: Bundle, name: str) -> None:
+    path = tiny_bundle.path / name
+    onnx.checker.check_model(os.fspath(path))
+    model = onnx.load(path, load_external_data=False)
+    assert {opset.domain: opset.version for opset in model.opset_import}[""] == 24
+    domains = {node.domain for node in model.graph.node}
+    assert domains == ({"", "com.microsoft"} if name == CPU_TARGET_FILE else {""})
+    assert not model.functions
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs_tell_nothing_of_the_machine(tiny_bundle: Bundle, tiny_checkpoint: Path, name: str) -> None:
+    raw = (tiny_bundle.path / name).read_bytes()
+    repository = Path(contract.__file__).parent.parent
+    for trace in (tiny_checkpoint.parent, repository, Path(torch.__file__).parent, Path.home()):
+        assert os.fsencode(trace) not in raw
+    assert b".py" not in raw and b"torch" not in raw and b"site-packages" not in raw
+    model = onnx.load_from_string(raw)
+    assert model.producer_name == "specexport" and not model.metadata_props and not model.doc_string
+    assert not model.graph.metadata_props and not model.graph.doc_string
+    for node in model.graph.node:
+        assert not node.metadata_props and not node.doc_string
+    for value in [*model.graph.input, *model.graph.output, *model.graph.value_info, *model.graph.initializer]:
+        assert not value.metadata_props and not value.doc_string
+
+
+def test_weights_lie_once_and_aligned(tiny_bundle: Bundle) -> None:
+    model = onnx.load(tiny_bundle.path / TARGET_FILE, load_external_data=False)
+    end, size = 0, (tiny_bundle.path / "target.onnx.data").stat().st_size
+    external = [t for t in model.graph.initializer if t.data_location == TensorProto.EXTERNAL]
+    for tensor in sorted(external, key=lambda t: int({e.key: e.value for e in t.external_data}["offset"])):
+        place = {entry.key: entry.value for entry in tensor.external_data}
+        offset, length = int(place["offset"]), int(place["length"])
+        assert place["location"] == "target.onnx.data" and offset % ALIGNMENT == 0 == ALIGNMENT % 4096
+        assert end <= offset < end + ALIGNMENT and length >= INLINE_BYTES
+        assert length == 4 * np.prod(tensor.dims)
+        end = offset + length
+    assert end == size
+    # Tied embeddings are one table, used by the lookup and the last product.
+    rows = [t for t in model.graph.initializer if LLAMA["vocab_size"] in t.dims]
+    assert len(rows) == 1
+    assert sorted(n.op_type for n in model.graph.node if rows[0].name in n.input) == ["Gather", "Gemm"]
 
 
 def test_each_operator_is_one_node(tiny_bundle: Bundle) -> None:

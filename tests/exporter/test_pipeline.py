@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from specexport.engines.ort import CPU_COMMIT_FILE, CPU_TARGET_FILE, TARGET_FILE, OrtEngine
 from specexport.exporter import cli, pipeline
 from specexport.exporter.config import read_config
-from specexport.exporter.graph_file import ALIGNMENT, INLINE_BYTES
 from specexport.exporter.onnx import export_target
 from specexport.exporter.parity import Deviation
 from specexport.exporter.verify import load_transformers
@@ -131,51 +130,6 @@ def test_the_bundle_answers_as_the_model(tiny_bundle: Bundle, tiny_checkpoint: P
         worst = Deviation()
         worst.note(forward(OrtEngine(tiny_bundle.path, threads=1, lowered=lowered)), expected, "")
         assert worst.relative < 1e-5
-
-
-@pytest.mark.parametrize("name", GRAPHS)
-def test_graphs_are_valid_and_standard(tiny_bundle: Bundle, name: str) -> None:
-    path = tiny_bundle.path / name
-    onnx.checker.check_model(os.fspath(path))
-    model = onnx.load(path, load_external_data=False)
-    assert {opset.domain: opset.version for opset in model.opset_import}[""] == 24
-    domains = {node.domain for node in model.graph.node}
-    assert domains == ({"", "com.microsoft"} if name == CPU_TARGET_FILE else {""})
-    assert not model.functions
-
-
-@pytest.mark.parametrize("name", GRAPHS)
-def test_graphs_tell_nothing_of_the_machine(tiny_bundle: Bundle, tiny_checkpoint: Path, name: str) -> None:
-    raw = (tiny_bundle.path / name).read_bytes()
-    repository = Path(pipeline.__file__).parent.parent
-    for trace in (tiny_checkpoint.parent, repository, Path(torch.__file__).parent, Path.home()):
-        assert os.fsencode(trace) not in raw
-    assert b".py" not in raw and b"torch" not in raw and b"site-packages" not in raw
-    model = onnx.load_from_string(raw)
-    assert model.producer_name == "specexport" and not model.metadata_props and not model.doc_string
-    assert not model.graph.metadata_props and not model.graph.doc_string
-    for node in model.graph.node:
-        assert not node.metadata_props and not node.doc_string
-    for value in [*model.graph.input, *model.graph.output, *model.graph.value_info, *model.graph.initializer]:
-        assert not value.metadata_props and not value.doc_string
-
-
-def test_weights_lie_once_and_aligned(tiny_bundle: Bundle) -> None:
-    model = onnx.load(tiny_bundle.path / TARGET_FILE, load_external_data=False)
-    end, size = 0, (tiny_bundle.path / "target.onnx.data").stat().st_size
-    external = [t for t in model.graph.initializer if t.data_location == TensorProto.EXTERNAL]
-    for tensor in sorted(external, key=lambda t: int({e.key: e.value for e in t.external_data}["offset"])):
-        place = {entry.key: entry.value for entry in tensor.external_data}
-        offset, length = int(place["offset"]), int(place["length"])
-        assert place["location"] == "target.onnx.data" and offset % ALIGNMENT == 0 == ALIGNMENT % 4096
-        assert end <= offset < end + ALIGNMENT and length >= INLINE_BYTES
-        assert length == 4 * np.prod(tensor.dims)
-        end = offset + length
-    assert end == size
-    # Tied embeddings are one table, used by the lookup and the last product.
-    rows = [t for t in model.graph.initializer if LLAMA["vocab_size"] in t.dims]
-    assert len(rows) == 1
-    assert sorted(n.op_type for n in model.graph.node if rows[0].name in n.input) == ["Gather", "Gemm"]
 
 
 def test_padding_rows_are_never_sampled(tiny_bundle: Bundle) -> None:

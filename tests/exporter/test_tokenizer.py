@@ -274,7 +274,7 @@ def test_hugging_face_files(tmp_path: Path) -> None:
         tokenizer,
         rows=512,
         config={"eos_token_id": 7},
-        generation_config={"eos_token_id": [1, 9], "temperature": 0.6},
+        generation_config={"eos_token_id": [1, 9, 450], "temperature": 0.6},  # 450 is padding
         tokenizer_config={
             "bos_token": {"content": "<|a|>", "lstrip": False},
             "eos_token": "<|b|>",

@@ -182,6 +182,15 @@ def test_refuses_a_tampered_directory(attack: str, bundle: Path) -> None:
         Bundle.load(bundle)
 
 
+def test_an_unreadable_file_is_named(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (bundle / DATA).chmod(0)
+    allowed = os.access
+    # To root every file is readable.
+    monkeypatch.setattr(os, "access", lambda path, mode: os.stat(path).st_mode & 0o444 != 0 and allowed(path, mode))
+    with pytest.raises(BundleError, match=f"{DATA} in the bundle .* cannot be read"):
+        Bundle.load(bundle)
+
+
 def test_only_the_full_check_reads_the_data(bundle: Path) -> None:
     (bundle / DATA).write_bytes(b"\0" * 32)
     Bundle.load(bundle, check="fast")

@@ -168,6 +168,56 @@ def test_wrong_bookkeeping_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tokens != truth
 
 
+class TestPositionsAndHistory:
+    """The noise of a token is keyed by its absolute position, so where prompt ends and output begins is no matter."""
+
+    @pytest.mark.parametrize("name", ["none", *sorted(DRAFTERS)])
+    @pytest.mark.parametrize("taken", [1, 2, 9, 30])
+    def test_output_given_back_as_prompt_goes_on_the_same(self, name: str, taken: int) -> None:
+        params = SamplingParams(temperature=1.0, seed=8, repetition_penalty=1.2)
+        model = ToyModel(VOCAB, 15)
+        whole, _ = decode(Decoder(FakeEngine(model, 200), make_drafter(name, VOCAB)), model, PROMPT, params, 60)
+        for decoder in (Decoder(FakeEngine(model, 200)), Decoder(FakeEngine(model, 200), make_drafter(name, VOCAB))):
+            rest, _ = decode(decoder, model, PROMPT + whole[:taken], params, 60 - taken)
+            assert rest == whole[taken:]
+        other = SamplingParams(temperature=1.0, seed=9, repetition_penalty=1.2)
+        assert decode(decoder, model, PROMPT, other, 60)[0] != whole
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_min_tokens_and_logprobs_do_not_depend_on_the_tree(self, seed: int) -> None:
+        """Stop ids are held off node by node, and each token is reported with the row it was picked from."""
+        model = ToyModel(VOCAB, seed)
+        stops = {3, 7, 11}
+        params = SamplingParams(temperature=1.5, seed=seed, min_tokens=25, max_tokens=60, logprobs=3)
+
+        def run(drafter: Drafter | None) -> tuple[list[int], list[Any]]:
+            blocks = Decoder(FakeEngine(model, 200), drafter, max_nodes=10).decode(
+                PROMPT,
+                Sampler(params, VOCAB, stop_ids=stops),
+                max_tokens=60,
+                stop=lambda token: token in stops,
+                cancelled=never,
+                statistics=RunStatistics(),
+            )
+            tokens, logprobs = [], []
+            for block in blocks:
+                assert block.logprobs is not None and len(block.logprobs) == len(block.tokens)
+                tokens += block.tokens
+                logprobs += block.logprobs
+            return tokens, logprobs
+
+        tokens, logprobs = run(None)
+        assert 25 < len(tokens) <= 60 and not stops & set(tokens[:25])
+        sequence = PROMPT + tokens
+        for index, (chosen, best) in enumerate(logprobs, len(PROMPT)):
+            row = model.after(sequence[:index]).astype(np.float64)
+            row -= np.log(np.exp(row).sum())
+            assert chosen == pytest.approx(row[sequence[index]])
+            assert [token for token, _ in best] == np.argsort(-row, kind="stable")[:3].tolist()
+        for drafter in (AllRight(tokens), Bushy(tokens, seed, VOCAB), make_drafter("recycling", VOCAB)):
+            assert run(drafter) == (tokens, logprobs)
+
+
 class TestPrompts:
     @pytest.mark.parametrize("name", ["none", *sorted(DRAFTERS)])
     def test_a_conversation_reuses_what_it_shares(self, name: str) -> None:
