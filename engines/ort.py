@@ -56,7 +56,7 @@ def _options(threads: int) -> ort.SessionOptions:
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     # Memory patterns are kept per input shape: with a tree width and a length that change every step they only grow.
     options.enable_mem_pattern = False
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # errors come as exceptions, once
     return options
 
 
@@ -65,6 +65,8 @@ def _open(path: Path, options: ort.SessionOptions, providers: list[Any]) -> ort.
         return ort.InferenceSession(os.fspath(path), options, providers=providers)
     except Exception as error:  # onnxruntime's exceptions share no base of their own
         reason = (str(error).splitlines() or ["no reason given"])[0]
+        if "NOT_IMPLEMENTED" in reason:
+            reason += "; if the bundle is bf16, build it with --dtype fp32 or fp16 for this engine"
         raise BundleError(f"{path}: onnxruntime {ort.__version__} cannot load it: {reason}") from error
 
 
@@ -149,15 +151,28 @@ class _Plan:
 
 
 class OrtGraph:
-    """A graph without caches (the :class:`specexport.runtime.engine.Graph` protocol)."""
+    """A drafter's graph (the :class:`specexport.runtime.engine.Graph` protocol); its caches, if any, stay in place."""
 
-    def __init__(self, session: ort.InferenceSession) -> None:
+    def __init__(self, session: ort.InferenceSession, device: str) -> None:
         self._session = session
-        self._names = [value.name for value in session.get_outputs()]
+        self._caches = _Caches(session, device)
+        outputs = [value.name for value in session.get_outputs()]
+        self._names = [name for name in outputs if not name.startswith(("present_k.", "present_v."))]
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """See :meth:`specexport.runtime.engine.Graph.run`."""
-        return dict(zip(self._names, self._session.run(None, dict(inputs)), strict=True))
+        if not self._caches.values:
+            return dict(zip(self._names, self._session.run(None, dict(inputs)), strict=True))
+        binding = self._session.io_binding()
+        held = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
+        for name, array in held.items():
+            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+        for name in self._names:
+            binding.bind_output(name)
+        self._caches.bind(binding)
+        self._session.run_with_iobinding(binding)
+        results = binding.get_outputs()[: len(self._names)]
+        return {name: value.numpy() for name, value in zip(self._names, results, strict=True)}
 
 
 class OrtEngine:
@@ -257,7 +272,7 @@ class OrtEngine:
 
     def open_graph(self, name: str) -> OrtGraph:
         """See :meth:`specexport.runtime.engine.TargetEngine.open_graph`."""
-        return OrtGraph(_open(self._bundle_path / name, _options(self._threads), self._providers))
+        return OrtGraph(_open(self._bundle_path / name, _options(self._threads), self._providers), self._device)
 
     def reset(self) -> None:
         self._caches.zero()

@@ -7,7 +7,6 @@ Results go to standard output, progress and messages to standard error. Exit cod
 from __future__ import annotations
 
 import io
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -82,11 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             raise
         return _fail(str(error), error.exit_code)
-    except BrokenPipeError:
-        # Whoever read our output has left; keep the interpreter from complaining about it when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as error:
+    except OSError as error:  # but a broken pipe: click ends the process with 1, quietly
         if debug:
             raise
         return _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,19 @@ def feature_list(value: str) -> tuple[int | str, ...]:
     if not all(part.isdecimal() or part == "final" for part in parts):
         raise click.BadParameter(f"{value!r} is not a list of layers such as 2,15,27 or 8,final")
     return tuple(part if part == "final" else int(part) for part in parts)
+
+
+def rank_paths(path: str) -> tuple[tuple[int, ...], ...]:
+    """A static tree from a JSON file: a list of paths, each a list of ranks from the root's child down."""
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise click.BadParameter(f"{path!r} is not a readable JSON file: {error}") from None
+    if not isinstance(value, list) or not all(
+        isinstance(ranks, list) and all(type(rank) is int for rank in ranks) for ranks in value
+    ):
+        raise click.BadParameter(f"{path!r} holds no list of rank paths such as [[0], [1], [0, 0]]")
+    return tuple(tuple(ranks) for ranks in value)
 
 
 @click.command
@@ -56,6 +70,13 @@ def feature_list(value: str) -> tuple[int | str, ...]:
     metavar="L,L,..",
     help="States that the graph also outputs: what enters layer L, or final.",
 )
+@click.option("--heads", metavar="HEADS", help="Speculative heads to draft with: a directory or a hub id.")
+@click.option("--tree", type=rank_paths, metavar="FILE", help="Static tree of Medusa heads: JSON list of rank paths.")
+@click.option(
+    "--draft-depth", "depth", type=click.IntRange(1, 32), help="Deepest draft of recurrent heads. [default: 5]"
+)
+@click.option("--draft-topk", "topk", type=click.IntRange(1, 64), help="Candidates of each draft. [default: 8]")
+@click.option("--draft-nodes", "nodes", type=click.IntRange(1, 256), help="Drafted nodes of a tree. [default: 15]")
 @click.option("--overwrite", is_flag=True, help="Replace a bundle that is already there.")
 @threads_option
 @click.option("--json", "as_json", is_flag=True, help="Print path, stage times and peak memory as JSON.")
@@ -63,13 +84,15 @@ def build(as_json: bool, threads: int, **options: Any) -> None:
     """Export SOURCE (a directory, a hub id or a GGUF file) to a self-contained bundle."""
     require_export("build")
     from specexport.exporter import pipeline
+    from specexport.exporter.heads.build import DraftOptions
 
     if threads:
         import torch
 
         torch.set_num_threads(threads)
     chosen = {name: value for name, value in options.items() if value is not None}
-    result = pipeline.build(pipeline.BuildOptions(**chosen), Progress())
+    draft = {name: chosen.pop(name) for name in ("tree", "depth", "topk", "nodes") if name in chosen}
+    result = pipeline.build(pipeline.BuildOptions(**chosen, draft=DraftOptions(**draft)), Progress())
     if as_json:
         echo_json({"bundle": str(result.bundle.path), "stages": result.stages, "peak_rss_bytes": result.peak_rss_bytes})
     else:

@@ -32,12 +32,12 @@ def echo_table(rows: dict[str, Any]) -> None:
 @click.command
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--full", is_flag=True, help="Also hash every file.")
-@click.option("--target", metavar="SOURCE", help="For heads: the target to read and check them with.")
+@click.option("--target", "paired", metavar="SOURCE", help="For heads: the target to read and check them with.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def inspect(bundle: Path, full: bool, target: str | None, as_json: bool) -> None:
+def inspect(bundle: Path, full: bool, paired: str | None, as_json: bool) -> None:
     """Show what a bundle holds, or what the heads in a directory (or a hub id, with --target) are."""
-    if target is not None or _holds_heads(bundle):
-        _inspect_head(str(bundle), target, as_json)
+    if paired is not None or _holds_heads(bundle):
+        _inspect_head(str(bundle), paired, as_json)
         return
     from specexport.exporter.inspect import describe
     from specexport.runtime.bundle import Bundle
@@ -113,7 +113,7 @@ def _inspect_head(source: str, target: str | None, as_json: bool) -> None:
     click.echo()
     echo_table({name: f"{part['source']} {list(part['shape'])}" for name, part in facts["tensors"].items()})
     for warning in facts["warnings"]:
-        click.echo(f"warning: {warning}", err=True)
+        click.echo(f"warning: {warning if warning.isprintable() else repr(warning)}", err=True)
 
 
 @click.command

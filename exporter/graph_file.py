@@ -184,14 +184,14 @@ def save_graph(
     values: Values,
     path: Path,
     advance: Advance = lambda _: None,
-    shared: Mapping[str, ir.ExternalTensor] | None = None,
+    shared: Mapping[str, ir.TensorProtocol] | None = None,
 ) -> None:
     """Write ``path`` and its data file ``path`` + ``.data`` (none when nothing is large enough).
 
     Peak memory is one tensor (twice, while it is transposed), whatever the size of the model.
 
     Args:
-        shared: initializers that lie in another graph's data file in the same directory.
+        shared: initializers that are another graph's, most often references into its data file beside this one.
 
     Raises:
         CheckpointError: from ``values``, the checkpoint's tensors do not fit.

@@ -52,23 +52,33 @@ def _inputs(config: TargetConfig, slots: int, dtype: torch.dtype) -> dict[str, t
 
 
 def export_target(
-    config: TargetConfig, slots: int, dtype: torch.dtype, captures: tuple[Capture, ...] = ()
+    config: TargetConfig,
+    slots: int,
+    dtype: torch.dtype,
+    captures: tuple[Capture, ...] = (),
+    weights: WeightSource | None = None,
 ) -> tuple[ir.Model, Target]:
     """The target graph, weights still missing, and the meta module whose state names them.
 
     Args:
         slots: S, rows of every cache.
         captures: see :data:`specexport.exporter.layers.Capture`.
+        weights: what :func:`save_target` will be given, to check it before the work begins.
+
+    Raises:
+        CheckpointError: the checkpoint's tensors do not fit the config.
     """
     with torch.device("meta"):
         target = Target(config, slots, dtype, captures).eval()
+    if weights is not None:
+        bind(dict(target.named_parameters()), weights, config, ARCHITECTURES[config.architecture])
     presents = [present for _, present in contract.cache_names(config.num_layers)]
     outputs = [contract.LOGITS, *([contract.FEATURES] if captures else []), *presents]
     return trace(target, _inputs(config, slots, dtype), outputs, "target"), target
 
 
 def _values(target: Target, weights: WeightSource) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """(name, reader) of every parameter and rope table; names and shapes are checked before the first is read."""
+    """(name, reader) of every parameter and rope table; all are checked before the first is read."""
     config = target.config
     for binding in bind(dict(target.named_parameters()), weights, config, ARCHITECTURES[config.architecture]):
         yield binding.parameter, partial(binding.read, weights, config)

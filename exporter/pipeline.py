@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import onnx_ir as ir
 
 from specexport.engines.ort import CPU_COMMIT_FILE, CPU_TARGET_FILE, TARGET_FILE
-from specexport.exporter.checkpoint import Checkpoint, open_checkpoint
+from specexport.exporter.checkpoint import open_checkpoint
 from specexport.exporter.config import TargetConfig, read_config
 from specexport.exporter.graph_file import DTYPES, IR_DTYPES, state_bytes
+from specexport.exporter.heads.base import Head
+from specexport.exporter.heads.build import DraftOptions, check_draft, read_head, write_drafter
+from specexport.exporter.heads.merged import target_view
 from specexport.exporter.layers import Capture
 from specexport.exporter.onnx import export_target, save_target
 from specexport.exporter.passes import grouped_query
@@ -46,6 +49,7 @@ class BuildOptions:
         prefill_chunk: most prompt tokens in one call.
         drafters: lookup drafters to offer, the first is the default; empty: all. ``none`` first: plain by default.
         features: residual-stream boundaries that the graph also outputs.
+        heads: directory or hub id of speculative heads, whose drafter then is the default. draft: shape of its drafts.
     """
 
     source: str
@@ -59,6 +63,8 @@ class BuildOptions:
     drafters: tuple[str, ...] = ()
     features: tuple[Capture, ...] = ()
     overwrite: bool = False
+    heads: str | None = None
+    draft: DraftOptions = field(default_factory=DraftOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +85,67 @@ def build(options: BuildOptions, progress: Progress) -> BuildResult:
     """
     with BundleWriter(options.output, overwrite=options.overwrite) as writer:
         with progress.stage("read checkpoint"):
-            checkpoint = open_checkpoint(options.source, revision=options.revision, offline=options.offline)
+            opened = open_checkpoint(options.source, revision=options.revision, offline=options.offline)
+            checkpoint = target_view(opened)
             config = read_config(checkpoint.config)
             slots = window_of(config, options.window)
             tokenizer = collect_tokenizer(checkpoint, options.tokenizer)
+            head = _read_head(options, config, tokenizer, progress)
+            captures = options.features if head is None else head.record.captures
+            _check_captures(config, captures)
         with progress.stage("trace graph"):
-            _check_captures(config, options.features)
-            model, target = export_target(config, slots, DTYPES[options.dtype], options.features)
+            model, target = export_target(config, slots, DTYPES[options.dtype], captures, checkpoint.weights)
         with progress.stage("write weights", state_bytes(target)) as stage:
             save_target(model, target, checkpoint.weights, writer.path / TARGET_FILE, stage.advance)
         with progress.stage("lower for CPU"):
-            write_lowered(writer.path, config, slots, options.dtype)
+            if not write_lowered(writer.path, config, slots, options.dtype):
+                progress.log(
+                    f"warning: heads of width {config.head_dim} have no fast attention on the CPU (it takes multiples "
+                    f"of {grouped_query.HEAD_DIM_MULTIPLE}): a step reads all {slots} cache slots there"
+                )
+        drafters = [DrafterInfo(name=name, kind=name, options={}, graph=None, tree=None) for name in lookups(options)]
+        if head is not None:
+            with progress.stage("export heads"):
+                dtype = DTYPES[options.dtype]
+                info = write_drafter(
+                    head, writer.path, options.draft, dtype=dtype, slots=slots, valid_vocab=tokenizer.vocab_size
+                )
+                drafters.insert(0, info)
         with progress.stage("fingerprint"):
-            fingerprint = checkpoint.fingerprint()
+            lineage = Lineage(
+                source=checkpoint.source,
+                revision=options.revision,
+                fingerprint=checkpoint.fingerprint(),
+                head_fingerprint=None if head is None else head.fingerprint(),
+            )
         with progress.stage("finish bundle"):
             _write_texts(writer, tokenizer)
-            bundle = writer.finish(_manifest(options, checkpoint, fingerprint, config, slots, tokenizer))
+            info_of_target = _target_info(options, config, slots, tokenizer, len(captures) * config.hidden_size)
+            bundle = writer.finish(_manifest(options, info_of_target, drafters, lineage, tokenizer))
     return BuildResult(bundle, dict(progress.seconds), peak_rss_bytes())
+
+
+def _read_head(
+    options: BuildOptions, config: TargetConfig, tokenizer: TokenizerFiles, progress: Progress
+) -> Head | None:
+    """The heads that were asked for, checked against the target and the draft options."""
+    if options.heads is None:
+        if options.draft.tree is not None:
+            raise UsageError("--tree shapes the drafts of heads: name them with --heads, or leave it out")
+        return None
+    if options.features:
+        raise UsageError("--features and --heads exclude each other: the heads decide which features they read")
+    head, warnings = read_head(options.heads, config, options.source, tokenizer.tokenizer_json, offline=options.offline)
+    for warning in warnings:
+        progress.log(f"warning: {warning}")
+    check_draft(head, options.draft)
+    return head
+
+
+def lookups(options: BuildOptions) -> list[str]:
+    """Lookup drafters to offer, the default first."""
+    names = options.drafters or (DEFAULT_DRAFTER, *DRAFTERS)
+    return [name for name in dict.fromkeys(names) if name != NO_DRAFTER]
 
 
 def window_of(config: TargetConfig, window: int | None) -> int:
@@ -120,14 +170,21 @@ def _check_captures(config: TargetConfig, captures: tuple[Capture, ...]) -> None
             raise UsageError(f"--features {capture}: the model has boundaries 0 to {config.num_layers}")
 
 
-def write_lowered(folder: Path, config: TargetConfig, slots: int, dtype: str) -> None:
-    """Write the CPU lowering of ``folder/target.onnx`` beside it; the weights are shared, not copied."""
+def write_lowered(folder: Path, config: TargetConfig, slots: int, dtype: str) -> bool:
+    """Write the CPU lowering of ``folder/target.onnx`` beside it; the weights are shared, not copied.
+
+    Returns:
+        False where the model's head width has no such lowering: the CPU then runs the exported graph.
+    """
+    if config.head_dim % grouped_query.HEAD_DIM_MULTIPLE:
+        return False
     model = grouped_query.lower(ir.load(folder / TARGET_FILE), slots)
     ir.save(model, folder / CPU_TARGET_FILE)
     commit = grouped_query.commit_model(
         config.num_layers, config.num_kv_heads, config.head_dim, slots, IR_DTYPES[dtype]
     )
     ir.save(commit, folder / CPU_COMMIT_FILE)
+    return True
 
 
 def _write_texts(writer: BundleWriter, tokenizer: TokenizerFiles) -> None:
@@ -142,42 +199,44 @@ def _json(value: object) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
+def _target_info(
+    options: BuildOptions, config: TargetConfig, slots: int, tokenizer: TokenizerFiles, features_size: int
+) -> TargetInfo:
+    return TargetInfo(
+        architecture=config.architecture,
+        layers=config.num_layers,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        valid_vocab=tokenizer.vocab_size,
+        slots=slots,
+        dtype=options.dtype,
+        prefill_chunk=min(options.prefill_chunk, slots),
+        features_size=features_size,
+        windows=tuple(layer.window for layer in config.layers),
+    )
+
+
 def _manifest(
     options: BuildOptions,
-    checkpoint: Checkpoint,
-    fingerprint: str,
-    config: TargetConfig,
-    slots: int,
+    target: TargetInfo,
+    drafters: list[DrafterInfo],
+    lineage: Lineage,
     tokenizer: TokenizerFiles,
 ) -> Manifest:
-    names = options.drafters or (DEFAULT_DRAFTER, *(name for name in DRAFTERS if name != DEFAULT_DRAFTER))
-    offered = [name for name in dict.fromkeys(names) if name != NO_DRAFTER]
+    plain = not drafters or (options.heads is None and options.drafters[:1] == (NO_DRAFTER,))
     return Manifest(
         schema=SCHEMA_VERSION,
         contract=CONTRACT_VERSION,
         tools=tool_versions(),
         command=tuple(["specexport", *sys.argv[1:]]),
-        target=TargetInfo(
-            architecture=config.architecture,
-            layers=config.num_layers,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
-            valid_vocab=tokenizer.vocab_size,
-            slots=slots,
-            dtype=options.dtype,
-            prefill_chunk=min(options.prefill_chunk, slots),
-            features_size=len(options.features) * config.hidden_size,
-            windows=tuple(layer.window for layer in config.layers),
-        ),
+        target=target,
         engine="onnxruntime-cpu",
-        drafters=tuple(DrafterInfo(name=name, kind=name, options={}, graph=None, tree=None) for name in offered),
-        drafter=names[0] if names[0] != NO_DRAFTER else None,
+        drafters=tuple(drafters),
+        drafter=None if plain else drafters[0].name,
         stop_ids=tokenizer.stop_ids,
-        lineage=Lineage(
-            source=checkpoint.source, revision=options.revision, fingerprint=fingerprint, head_fingerprint=None
-        ),
+        lineage=lineage,
         files={},
     )
 

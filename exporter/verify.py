@@ -303,5 +303,7 @@ def _from_gguf(path: Path) -> Any:
 def _write(path: Path, report: Report) -> None:
     """Replace ``report.json`` whole."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    temporary.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+    record = report.to_dict()
+    del record["bundle"]  # where it lies on this machine: bundles travel
+    temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     os.replace(temporary, path)

@@ -194,6 +194,9 @@ class Decoder:
         """Commit the prompt in chunks; the logits of its last token, or None if cancelled in between."""
         # The last token is computed in any case: its logits are needed.
         shared = common_prefix(self._tokens, prompt[:-1])
+        if self._absorb:
+            # A drafter joins the features of a token with the token after it, and that one may be new.
+            shared = max(0, shared - 1)
         self._rows = self._rows.keep(shared)
         del self._tokens[shared:]
         statistics.reused_tokens = shared

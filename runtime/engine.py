@@ -20,10 +20,10 @@ ENTRY_POINT_GROUP = "specexport.engines"
 
 
 class Graph(Protocol):
-    """A graph without caches."""
+    """A drafter's graph. Its caches, if it has any, belong to it: they start at zero and are updated in place."""
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """Outputs by name."""
+        """Outputs by name, from the inputs other than caches."""
         ...
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
@@ -88,7 +89,7 @@ class Session:
             follows :class:`~specexport.runtime.drafters.base.Drafter`, or None for the bundle's default.
         engine: entry point name, a loaded engine, or None for the bundle's default.
         threads: of the engine, 0 for one per physical core.
-        max_nodes: widest tree, the root included.
+        max_nodes: widest tree, the root included; None: what the drafter's graph gives, or :data:`MAX_NODES`.
         prefill_chunk: most prompt tokens in one call; None: the bundle's.
 
     Raises:
@@ -102,7 +103,7 @@ class Session:
         drafter: str | Drafter | None = None,
         engine: str | TargetEngine | None = None,
         threads: int = 0,
-        max_nodes: int = MAX_NODES,
+        max_nodes: int | None = None,
         prefill_chunk: int | None = None,
     ) -> None:
         target = bundle.manifest.target
@@ -115,9 +116,12 @@ class Session:
                 f"the engine has vocabulary {engine.vocab_size} and {engine.slots} cache rows, expected "
                 f"{target.vocab_size} and {target.slots} by the manifest: build the bundle again"
             )
+        found = find_drafter(bundle, drafter, engine)
+        if max_nodes is None:
+            max_nodes = getattr(found, "max_nodes", MAX_NODES)
         self._decoder = Decoder(
             engine,
-            find_drafter(bundle, drafter, engine),
+            found,
             valid_vocab=target.valid_vocab,
             max_nodes=max_nodes,
             prefill_chunk=prefill_chunk or target.prefill_chunk,
@@ -152,7 +156,7 @@ class Session:
             return self.bundle.tokenizer.encode(self._template.render(messages), add_special=False)
         if chat:
             raise UsageError("chat needs text or messages, got token ids: apply the template before encoding")
-        return [int(cast(int, token)) for token in prompt]
+        return [index(cast(int, token)) for token in prompt]  # index: 1.5 is a mistake, not token 1
 
     def generate(
         self,

@@ -81,6 +81,21 @@ class Tree:
         """Indices of the node's children, in order."""
         return np.flatnonzero(self.parents == node).astype(np.int64)
 
+    def best(self, size: int, max_depth: int) -> Tree:
+        """The ``size`` nodes with the best scores, none deeper than ``max_depth``, in the order they have here.
+
+        Scores must not rise along a path; of equal scores the earlier node wins, so ancestors are always in.
+        """
+        if size >= len(self.tokens) and max_depth >= len(self.tokens) - 1:
+            return self
+        scores = np.where(self.depths() <= max_depth, self.scores, -np.inf)
+        kept = np.sort(np.argsort(-scores, kind="stable")[:size])
+        kept = kept[np.isfinite(scores[kept])]
+        place = np.full(len(self.tokens), -1, np.int64)
+        place[kept] = np.arange(len(kept))
+        parents = np.where(self.parents[kept] < 0, -1, place[self.parents[kept]])
+        return Tree(self.tokens[kept], parents, self.scores[kept])
+
     def pruned(self, size: int) -> Tree:
         """The first ``size`` nodes (parents come first, so any prefix is a tree)."""
         if size >= len(self.tokens):

@@ -104,7 +104,8 @@ def _eagle_names(names: set[str]) -> dict[str, str]:
         renames[prefix + "midlayer."] = "layers.0."
         if not any(name.startswith(("midlayer.", "fc.")) for name in bare):
             renames |= {prefix + old: new for old, new in SPECULATORS_NAMES.items()}
-    return renames | ({prefix: ""} if prefix else {})
+    # What stands outside the prefix is not looked for inside it.
+    return renames | ({**{prefix + name: prefix + name for name in _OUTSIDE}, prefix: ""} if prefix else {})
 
 
 def _config(files: HeadFiles) -> dict[str, Any]:

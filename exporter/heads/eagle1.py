@@ -83,7 +83,7 @@ def read_eagle1(keys: Keys, tensors: Tensors) -> Reading:
     input_norm, final_norm = (norms, output_norm) if nested is None else _vllm_norms(nested, tensors, hidden)
     blocks = read_blocks(block, tensors, prefixes, hidden, first_width=hidden, first_input_norm=input_norm, kind=kind)
     vocab = _vocab(block, tensors)
-    block.ignore("tie_word_embeddings")  # the lm_head is the target's, or in the file
+    block.boolean("tie_word_embeddings", False)  # nothing to tie: the lm_head is the target's, or in the file
     embedding: Source = "head" if "embed_tokens.weight" in tensors else "target"
     if embedding == "head":
         tensors.take("embedding", "embed_tokens.weight", (vocab, hidden))

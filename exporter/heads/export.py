@@ -96,10 +96,10 @@ def export_recurrent(
 LM_HEAD = ("lm_head", "embedding")
 
 
-def target_table(target_graph: Path, *names: str) -> ir.ExternalTensor:
-    """Where the target keeps the first of its tensors ``names`` that it has."""
+def target_table(target_graph: Path, *names: str) -> ir.TensorProtocol:
+    """The first of the tensors ``names`` that the target has: a reference into its data file, unless it is tiny."""
     initializers = ir.load(target_graph).graph.initializers
     for name in names:
-        if name in initializers and isinstance(tensor := initializers[name].const_value, ir.ExternalTensor):
+        if name in initializers and (tensor := initializers[name].const_value) is not None:
             return tensor
-    raise CheckpointError(f"{target_graph} has no {names[0]} in its data file: the model is too small to share one")
+    raise CheckpointError(f"{target_graph} has no {names[0]}: it is not a target graph")

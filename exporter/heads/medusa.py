@@ -197,6 +197,7 @@ def _read_head(
 
 def _read_vllm_head(keys: Keys, tensors: Tensors, shape: tuple[int, int, int]) -> Output:
     heads, _, hidden = shape
+    keys.fixed("model_type", "medusa", None)
     shared = keys.boolean("original_lm_head", False)
     keys.fixed("logit_scale", 1.0, 1)
     vocab = keys.integer("vocab_size", *LIMITS["vocab_size"])

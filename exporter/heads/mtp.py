@@ -128,7 +128,7 @@ def read_mtp(keys: Keys, tensors: Tensors, family: str, *, merged: bool) -> Read
     vocab = keys.integer("vocab_size", *LIMITS["vocab_size"])
     if vocab is None:
         raise CheckpointError(f"{keys.where}: vocab_size is missing; it is required")
-    keys.ignore("tie_word_embeddings")  # of the target, whose reader obeys it
+    keys.boolean("tie_word_embeddings", False)  # of the target, whose reader obeys it
     embedding = _copy(tensors, "embedding", layout.embedding and named(layout.embedding), (vocab, hidden))
     lm_head = _copy(tensors, "lm_head", layout.lm_head and named(layout.lm_head), (vocab, hidden))
     tensors.finish(layout.dialect)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import PurePath
 
 from tokenizers import Tokenizer
@@ -52,6 +53,20 @@ def check_pair(
         warnings += _same_tokens(_vocabulary(head_tokenizer, "the head's"), theirs)
     valid = None if theirs is None else 1 + max(theirs, default=-1)
     return warnings + _sizes(record, target, valid)
+
+
+def fit_record(record: HeadRecord, target: TargetConfig) -> HeadRecord:
+    """The record of a checked head with the row counts of the target's tables where it uses those.
+
+    A head may say 151936 where the target has 152064 rows: harmless padding, but a shared table has one size.
+    """
+    if isinstance(record, MedusaRecord):
+        return record
+    if record.embedding == "target":
+        record = replace(record, vocab_size=target.vocab_size)
+    if record.lm_head == "target":
+        record = replace(record, draft_vocab_size=target.vocab_size)
+    return record
 
 
 def _lineage(record: HeadRecord, target: TargetConfig, source: str | None) -> list[str]:

@@ -36,7 +36,8 @@ def read_lineage(keys: Keys, kind: str) -> HeadLineage:
     if verifier is None:
         return HeadLineage()
     name = verifier.string("name_or_path")
-    names = verifier.raw.get("architectures") or []
+    names = verifier.take("architectures", [])
+    if not isinstance(names, list) or not all(isinstance(item, str) for item in names):
+        raise CheckpointError(f"{verifier.where}: architectures must be a list of names, got {text(names)}")
     verifier.finish()
-    first = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
-    return HeadLineage(name, first)
+    return HeadLineage(name, names[0] if names else None)

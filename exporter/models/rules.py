@@ -101,28 +101,35 @@ class Binding:
     dtype: torch.dtype
     rule: Rule
 
-    def read(self, weights: WeightSource, config: TargetConfig) -> Tensor:
-        """The parameter's value.
+    def check(self, weights: WeightSource, config: TargetConfig) -> None:
+        """See whether the parameter will get its shape, without reading data.
 
         Raises:
             CheckpointError: the checkpoint's tensor does not have the shape that the config calls for.
         """
-        tensor = self.rule.transform(weights.read(self.rule.source), config)
+        self._apply(torch.empty(weights.shape(self.rule.source), device="meta"), config)
+
+    def read(self, weights: WeightSource, config: TargetConfig) -> Tensor:
+        """The parameter's value; raises as :meth:`check`."""
+        return self._apply(weights.read(self.rule.source), config).to(self.dtype)
+
+    def _apply(self, stored: Tensor, config: TargetConfig) -> Tensor:
+        tensor = self.rule.transform(stored, config)
         if tuple(tensor.shape) != self.shape:
             raise CheckpointError(
                 f"tensor {self.rule.source!r} gives {tuple(tensor.shape)} for {self.parameter}, "
                 f"the config calls for {self.shape}"
             )
-        return tensor.to(self.dtype)
+        return tensor
 
 
 def bind(
     parameters: Mapping[str, Tensor], weights: WeightSource, config: TargetConfig, table: Table
 ) -> Iterator[Binding]:
-    """Pair every parameter with its tensor, checking names and the set of tensors first.
+    """Pair every parameter with its tensor, checking names, shapes and the set of tensors before any is read.
 
     Raises:
-        CheckpointError: a tensor is missing or unused, or a tied lm_head differs from the embedding.
+        CheckpointError: a tensor is missing, unused or of another shape, or a tied lm_head differs from the embedding.
     """
     available = set(weights.names())
     bindings: list[Binding] = []
@@ -132,7 +139,9 @@ def bind(
         source = rule.source.replace("{i}", found.group()) if found else rule.source
         if source not in available:
             raise CheckpointError(f"tensor {source!r} is missing from the checkpoint ({name} needs it)")
-        bindings.append(Binding(name, tuple(parameter.shape), parameter.dtype, Rule(source, rule.transform)))
+        binding = Binding(name, tuple(parameter.shape), parameter.dtype, Rule(source, rule.transform))
+        binding.check(weights, config)
+        bindings.append(binding)
     unused = sorted(name for name in available - {b.rule.source for b in bindings} if not IGNORED.fullmatch(name))
     head = table["lm_head"].source
     if config.tie_word_embeddings and head in unused:

@@ -27,6 +27,8 @@ from specexport.runtime import contract
 from specexport.runtime.errors import SpecExportError
 
 MICROSOFT = "com.microsoft"
+#: GroupQueryAttention refuses head widths that are no multiple of this.
+HEAD_DIM_MULTIPLE = 8
 
 
 def lower(model: ir.Model, slots: int) -> ir.Model:

@@ -8,6 +8,7 @@ from typing import Any
 from specexport.runtime.drafters.base import Drafter, DraftRequest, Observation
 from specexport.runtime.drafters.medusa import MedusaDrafter
 from specexport.runtime.drafters.ngram import NgramDrafter
+from specexport.runtime.drafters.recurrent import RecurrentDrafter
 from specexport.runtime.drafters.recycling import RecyclingDrafter
 from specexport.runtime.drafters.suffix import SuffixDrafter
 from specexport.runtime.errors import UsageError
@@ -26,7 +27,12 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
 
 
 #: Drafters with a graph: kind -> factory(graph, name=, tree=, **options).
-GRAPH_DRAFTERS: dict[str, Callable[..., Drafter]] = {"medusa": MedusaDrafter}
+GRAPH_DRAFTERS: dict[str, Callable[..., Drafter]] = {
+    "medusa": MedusaDrafter,
+    "eagle1": RecurrentDrafter,
+    "eagle3": RecurrentDrafter,
+    "mtp": RecurrentDrafter,
+}
 
 
 def make_drafter(name: str, vocab_size: int, **options: Any) -> Drafter | None:

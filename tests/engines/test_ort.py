@@ -19,7 +19,7 @@ from specexport.engines.ort import CPU_TARGET_FILE, MAX_PLANS, OrtEngine, load_c
 from specexport.exporter.parity import Deviation
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.engine import find_engine
-from specexport.runtime.errors import BundleError, UsageError
+from specexport.runtime.errors import BundleError, SpecExportError, UsageError
 from specexport.runtime.tree import Tree
 from tests.tiny import LLAMA, VOCAB
 
@@ -244,6 +244,32 @@ def test_a_damaged_graph_is_one_line(tiny_bundle: Bundle, tmp_path: Path, conten
     with pytest.raises(BundleError, match=f"{CPU_TARGET_FILE}: onnxruntime .* cannot load it: ") as caught:
         OrtEngine(copy, threads=1)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"logits", b"logitz", "not a target graph: logits is missing or unknown"),
+        (b"past_v.1", b"past_w.1", r"not a target graph: past_v\.1 is missing or unknown"),
+        (b"positions", b"positionz", "not a target graph: positions is missing or unknown"),
+    ],
+)
+def test_another_interface_is_refused(
+    old: bytes, new: bytes, message: str, tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
+    for name in (CPU_TARGET_FILE, "target.onnx"):
+        (copy / name).write_bytes((copy / name).read_bytes().replace(old, new))
+    for lowered in (True, False):
+        with pytest.raises(BundleError, match=message):
+            OrtEngine(copy, lowered=lowered)
+
+
+def test_a_call_that_fails_is_one_line(engine: OrtEngine, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SpecExportError, match=r"failed in a call of the target: .*out of data bounds") as caught:
+        step(engine, Tree.chain([1 << 20]), 0)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_missing_graph_is_one_line(tmp_path: Path) -> None:

@@ -237,6 +237,7 @@ def test_sources_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     refused(str(tmp_path), "no config.json")
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     refused(str(tmp_path), r"pass .*x\.gguf itself")
+    refused(str(tmp_path / "x.gguf"), "--revision v2 is for hub ids", revision="v2")
     (tmp_path / "weights.bin").write_bytes(b"")
     refused(str(tmp_path / "weights.bin"), "expected a directory")
     (tmp_path / "config.json").write_text("{}")

@@ -15,7 +15,7 @@ from typing import Any
 import click
 import pytest
 
-from specexport.exporter import cli, cli_build, cli_inspect, cli_run, demo
+from specexport.exporter import cli, cli_build, cli_inspect, demo
 from specexport.exporter.progress import Progress
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.bundle_writer import BundleWriter
@@ -236,15 +236,6 @@ def test_quiet_progress_still_measures(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr() == ("", "")
 
 
-def test_options_name_sampling_parameters() -> None:
-    """A field without an option would be a parameter that the command line cannot set."""
-    from dataclasses import fields
-
-    from specexport.runtime.sampling import SamplingParams
-
-    assert {field.name for field in fields(SamplingParams)} == {name for name, *_ in cli_run.SAMPLING} | {"logit_bias"}
-
-
 def test_choices_come_from_the_registries() -> None:
     from specexport.runtime.drafters import DRAFTERS
     from specexport.runtime.manifest import DTYPES
@@ -254,117 +245,10 @@ def test_choices_come_from_the_registries() -> None:
     assert tuple(choices["dtype"].choices) == DTYPES  # type: ignore[attr-defined]
 
 
-@pytest.mark.e2e
-def test_run(smollm2_bundle: Bundle, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(smollm2_bundle.path)
-    words = ["run", path, "--chat", "--max-tokens", "24", "--temperature", "0.8", "--seed", "7"]
-    assert cli.main([*words, "Count from one to ten.", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert {"text", "token_ids", "tau", "acceptance_by_depth", "time_share", "bundle"} <= record.keys()
-    assert set(record["time_share"]) == {"draft", "verify", "host"}
-    assert record["bundle"] == path
-    assert record["drafter"] == "suffix"
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"Count from one to ten.")))
-    assert cli.main([*words, "--no-spec", "--json"]) == 0
-    plain = json.loads(capsys.readouterr().out)
-    assert (plain["drafter"], plain["tau"]) == ("none", 1.0)
-    assert plain["token_ids"] == record["token_ids"]
-    assert cli.main([*words, "Count from one to ten."]) == 0
-    assert capsys.readouterr() == (record["text"] + "\n", "")
-
-
-@pytest.mark.e2e
-def test_demo(smollm2_bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["demo", "--max-tokens", "32", "--prompt", "Repeat word for word: the cat sat on the mat."]
-    assert cli.main([*words, "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert record["tokens_identical"] is True
-    assert record["plain_tokens_per_second"] > 0
-    assert record["speculative_tokens_per_second"] > 0
-    assert record["tau"] > 1
-    assert {"text", "token_ids", "acceptance_by_depth", "time_share"} <= record.keys()
-    assert record["bundle"] == str(smollm2_bundle.path)
-    assert cli.main(words) == 0
-    shown = capsys.readouterr()
-    assert "tokens       identical" in shown.out
-    assert "answer, plain: " in shown.err
-
-
-def test_demo_fails_when_tokens_differ(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def result(tokens: list[int]) -> Result:
-        return Result("text", tokens, "length", None, None, RunStatistics(tokens=len(tokens)))
-
-    bundle: Any = SimpleNamespace(path=Path("/bundle"))
-    different = demo.DemoResult(bundle, result([1, 2]), result([1, 3]))
-    monkeypatch.setattr(demo, "demo_bundle", lambda *_: bundle)
-    monkeypatch.setattr(demo, "compare", lambda *_: different)
-    assert cli.main(["demo"]) == 1
-    assert "tokens       DIFFERENT" in capsys.readouterr().out
-    assert cli.main(["demo", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["tokens_identical"] is False
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        ([""], 2, "the prompt is empty"),
-        (["x" * 200], 2, "200 tokens and the context 128"),
-        (["\udcff"], 2, "the text cannot be tokenized: it is not valid Unicode"),
-        (["hi", "--threads", "-3"], 2, "-3 is not in the range"),
-        (["hi", "--threads", "100000"], 2, "100000 is not in the range"),
-        (["hi", "--max-tokens", "0"], 2, "max_tokens must be 1 or more, got 0"),
-        (["hi", "--temperature", "nan"], 2, "temperature must be a finite number, got nan"),
-        (["hi", "--top-p", "2"], 2, "top_p must be above 0 and at most 1 (off), got 2.0"),
-        (["hi", "--logit-bias", "5=1e300"], 2, "logit_bias of token 5 must be -1e6 to 1e6"),
-        (["hi", "--logit-bias", "300=1"], 2, "token id 300 is outside the vocabulary"),
-        (["hi", "--stop", ""], 2, "a stop string must have 1 to 1024 characters"),
-        (["hi", "--drafter", "oracle"], 2, "unknown drafter 'oracle'"),
-        (["hi", "--engine", "abacus"], 2, "unknown engine 'abacus'"),
-        (["hi", *(word for token in range(300) for word in ("--logit-bias", f"{token}=-inf"))], 1, "bans all"),
-    ],
-)
-def test_run_refuses_in_one_line(
-    words: list[str], code: int, message: str, tiny_bundle: Bundle, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Standard output stays empty, so that whoever parses it is not misled."""
-    assert cli.main(["run", str(tiny_bundle.path), "--json", *words]) == code
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.startswith("specexport: error: ") and shown.err.count("\n") == 1
-    assert message in shown.err
-
-
-@pytest.mark.parametrize("data", [b"\xff\xfe", b"the \xc3"])
-def test_standard_input_that_is_not_text(
-    data: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(data)))
-    assert cli.main(["run", "bundle"]) == 2
-    assert "is not UTF-8 (byte " in capsys.readouterr().err
-
-
-def start(*words: str, **streams: Any) -> subprocess.Popen[bytes]:
-    """The command line of the source tree as a process of its own."""
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / ".dev"), "PYTHONIOENCODING": "latin-1"}
-    return subprocess.Popen([sys.executable, "-m", "specexport.exporter.cli", *words], env=env, **streams)
-
-
-def test_output_that_the_terminal_has_no_letters_for_or_nobody_reads(tiny_bundle: Bundle) -> None:
-    words = ["run", str(tiny_bundle.path), "hi", "--temperature", "5", "--seed", "3", "--threads", "1"]
-    done = start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    text, message = done.communicate()
-    assert (done.returncode, message) == (0, b"") and b"?" in text
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = start(*words, stdout=writer, stderr=subprocess.PIPE)
-    os.close(writer)
-    assert (done.communicate()[1], done.returncode) == (b"", 1)
-    closed = start("run", str(tiny_bundle.path), stdin=None, stderr=subprocess.PIPE, preexec_fn=lambda: os.close(0))
-    assert b"the prompt is empty" in closed.communicate()[1]
-
-
-def test_an_interrupted_build_leaves_nothing(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    build = start("build", str(tiny_checkpoint), "-o", str(tmp_path / "bundle"), stderr=subprocess.PIPE)
+def test_an_interrupted_build_leaves_nothing(tiny_checkpoint: Path, repository: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "specexport.exporter.cli", "build", str(tiny_checkpoint), "-o"]
+    env = os.environ | {"PYTHONPATH": str(repository / ".dev")}
+    build = subprocess.Popen([*command, str(tmp_path / "bundle")], env=env, stderr=subprocess.PIPE)
     assert build.stderr is not None
     assert build.stderr.readline().startswith(b"read checkpoint: ")  # the graph is being traced, for seconds
     assert list(tmp_path.iterdir())

@@ -122,7 +122,7 @@ def test_module_and_graph_are_the_reference(kind: str, tmp_path: Path) -> None:
     target = write_target(tmp_path, weights) if heads.lm_head == "target" else tmp_path / "unused"
     path = tmp_path / "drafter.onnx"
     export_medusa(heads, weights, path, dtype=torch.float32, k=K, valid_vocab=ROWS - 2, target_graph=target)
-    graph = OrtGraph(_open(path, _options(1), ["CPUExecutionProvider"]))
+    graph = OrtGraph(_open(path, _options(1), ["CPUExecutionProvider"]), "cpu")
     state = np.random.default_rng(0).standard_normal((1, WIDTH)).astype(np.float32)
     expected = np.array(reference(heads, weights, state[0].tolist()))
     if heads.token_map is None:

@@ -207,7 +207,7 @@ def test_features_are_those_of_transformers(tiny_checkpoint: Path, tmp_path: Pat
         states = load_transformers(tiny_checkpoint)(
             torch.from_numpy(TOKENS)[None], output_hidden_states=True
         ).hidden_states
-    expected = torch.cat([states[0], states[1], states[2]], -1).numpy()
+    expected = torch.cat([states[0], states[1], states[2]], -1)[0].numpy()
     for lowered in (True, False):
         engine = OrtEngine(bundle.path, threads=1, lowered=lowered)
         assert engine.features_size == 3 * LLAMA["hidden_size"]

@@ -60,7 +60,9 @@ def run(bundle: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tupl
     """Exit code, the report, and the names of what failed."""
     code = cli.main(["verify", str(bundle), "--json", "--threads", "1", *options])
     shown = json.loads(capsys.readouterr().out)
-    assert json.loads((bundle / "report.json").read_text()) == shown
+    # A bundle travels: its report names no place on this machine.
+    report = json.loads((bundle / "report.json").read_text())
+    assert report == {name: value for name, value in shown.items() if name != "bundle"}
     return code, shown, {check["name"] for check in shown["checks"] if not check["passed"]}
 
 

@@ -47,7 +47,7 @@ class TorchEngine:
         layers = 2 * len(self.target.layers)
         self.caches = list(outputs[-layers:])
         if self.target.captures:
-            self._features: NDArray[np.float32] = outputs[1].numpy()
+            self._features: NDArray[np.float32] = outputs[1][0].numpy()
         logits: NDArray[np.float32] = outputs[0].numpy()
         return logits
 

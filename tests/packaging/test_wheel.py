@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from specexport.runtime.bundle import Bundle
 
 PARTS = ("engines", "exporter", "profiles", "runtime")
 
@@ -79,7 +82,7 @@ print(root, len(names), [name for name in ("torch", "transformers", "onnx") if n
 """
 
 
-def test_bare_install_runs(archives: tuple[Path, Path], repository: Path, tmp_path: Path) -> None:
+def test_bare_install_runs(archives: tuple[Path, Path], repository: Path, tiny_bundle: Bundle, tmp_path: Path) -> None:
     """In a new environment with only the wheel and what it asks for, the runtime and the command line work."""
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
@@ -91,7 +94,15 @@ def test_bare_install_runs(archives: tuple[Path, Path], repository: Path, tmp_pa
     assert where.startswith(str(tmp_path))
     assert int(count) > 10
     assert heavy == "[]"
-    build = [python, "-m", "specexport.exporter.cli", "build", "somewhere", "-o", "bundle"]
-    refused = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    def specexport(*words: object) -> subprocess.CompletedProcess[str]:
+        command = [python.with_name("specexport"), *map(str, words)]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    answer = specexport("run", tiny_bundle.path, "the quick", "--json")
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert len(json.loads(answer.stdout)["token_ids"]) == 24
+    assert json.loads(specexport("doctor", "--json").stdout)["can"]["run"] is True
+    refused = specexport("build", "somewhere", "-o", "bundle")
     assert refused.returncode == 1
-    assert "pip install 'specexport[export]'" in refused.stderr
+    assert refused.stderr.count("\n") == 1 and "pip install 'specexport[export]'" in refused.stderr

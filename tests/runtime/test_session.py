@@ -117,6 +117,8 @@ class TestAnswers:
         ids = session.encode("abc")
         assert ids == [0, 1, 2]
         assert session.generate(ids, params).token_ids == session.generate("abc", params).token_ids
+        with pytest.raises(TypeError):
+            session.encode([1.5])  # type: ignore[list-item]
 
     def test_chat(self, make_session: MakeSession) -> None:
         session, params = make_session(), SamplingParams(max_tokens=10)
