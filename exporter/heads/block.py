@@ -138,7 +138,11 @@ def read_blocks(
     output_bias = _bias(tensors, attention, ("o_proj",))
     mlp_bias = _bias(tensors, [prefix + "mlp." for prefix in prefixes], _MLP)
     said = keys.boolean("attention_bias", defaults.get("attention_bias", False))
-    _expect(keys, "attention_bias", said, qkv_bias, "biases of q, k and v")
+    qkv = keys.flag("qkv_bias")  # EAGLE's own key for heads of Qwen2
+    if qkv is None:
+        _expect(keys, "attention_bias", said, qkv_bias, "biases of q, k and v")
+    else:
+        _expect(keys, "qkv_bias", qkv, qkv_bias, "biases of q, k and v")
     _expect(keys, "attention_bias", said and kind not in _NO_OUTPUT_BIAS, output_bias, "biases of o_proj")
     _expect(keys, "mlp_bias", keys.boolean("mlp_bias", False), mlp_bias, "biases of the MLP")
     if "use_qk_norm" in keys or "model_type" in keys:

@@ -46,6 +46,7 @@ def read_eagle1(keys: Keys, tensors: Tensors) -> Reading:
         dialect, block = "eagle-speculators", inner
         head_lineage = read_lineage(keys, "eagle")
         norms, bias, key = keys.boolean("layernorms", False), keys.boolean("fusion_bias", False), "fusion_bias"
+        keys.boolean("tie_word_embeddings", False)
         keys.ignore("transformer_layer_architecture")
     elif nested is not None:
         dialect, block, key = "eagle-vllm", nested, "eagle_fc_bias"

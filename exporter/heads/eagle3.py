@@ -282,7 +282,7 @@ def _lm_head(
     rows = vocab if said is None else said
     if rows > vocab:
         raise CheckpointError(f"config: draft_vocab_size {rows} is more than vocab_size {vocab}")
-    tied = block.boolean("tie_word_embeddings", False)
+    tied = any([part.boolean("tie_word_embeddings", False) for part in (keys, block)])
     if "lm_head.weight" in tensors:
         why = "draft_vocab_size" if said is not None else "vocab_size (draft_vocab_size is absent)"
         tensors.take("lm_head", "lm_head.weight", (rows, hidden), why=why)

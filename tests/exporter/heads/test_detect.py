@@ -20,7 +20,7 @@ from specexport.exporter.heads.files import HeadFiles
 from specexport.exporter.heads.merged import check_target, target_view
 from specexport.exporter.heads.record import HeadLineage, RecurrentRecord
 from specexport.runtime.errors import CheckpointError
-from tests.exporter.heads.writers import TARGET, VD, H, Memory, N, Tiny, every, same
+from tests.exporter.heads.writers import TARGET, VD, H, Memory, N, Tiny, V, every, same
 from tests.tiny import write_checkpoint
 
 ALL = dict(every())
@@ -289,3 +289,19 @@ def test_medusa_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert same(open_head("org/medusa").record, tiny.record)
     assert "model*.safetensors" in asked
+
+
+def test_biases_of_a_qwen2_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EAGLE's own ``qkv_bias``: q, k and v have biases, o has none."""
+    rows = {"q": 24, "k": 12, "v": 12}
+    biases = {f"layers__0__self_attn__{name}_proj__bias": torch.zeros(count) for name, count in rows.items()}
+    tiny = changed("eagle1_llama3", {"model_type": "qwen2", "qkv_bias": True}, **biases)
+    record = memory_head(monkeypatch, tiny.config, tiny.tensors).record
+    assert isinstance(record, RecurrentRecord)
+    assert record.blocks.attention_bias and not record.blocks.output_bias
+    refused(monkeypatch, changed("eagle1_llama3", {"qkv_bias": True}), "qkv_bias is true", "missing from the file")
+
+
+def test_tied_head_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = changed("eagle3_deepspec", {"tie_word_embeddings": True}, embed_tokens__weight=torch.zeros(V, H))
+    refused(monkeypatch, tiny, "tie_word_embeddings", "'lm_head.weight'", "'embed_tokens.weight'")

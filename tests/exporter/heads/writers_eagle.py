@@ -87,6 +87,7 @@ def frame(kind: str) -> dict[str, Any]:
     return {
         "speculators_model_type": kind,
         "speculators_version": "0.3.0",
+        "tie_word_embeddings": False,
         "speculators_config": {
             "algorithm": kind,
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
