@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ TARGET_FILE = "target.onnx"
 #: The graphs lowered for the CPU lie beside the target because they share its data file.
 CPU_TARGET_FILE = "target.cpu.onnx"
 CPU_COMMIT_FILE = "commit.cpu.onnx"
+#: A second target of a bundle, the draft model.
+DRAFT_FILE = "draft.onnx"
 #: Step inputs of the lowered target; the others belong to the commit graph.
 LOWERED_INPUTS = (contract.TOKENS, contract.POSITIONS, contract.TREE, contract.PAST, contract.SELECT)
 #: Cache rows of the lowered graphs that hold no tokens (``exporter.passes.grouped_query`` says why).
@@ -32,6 +35,14 @@ CPU_SPARE_ROWS = 1
 MAX_PLANS = 64
 
 _NUMPY: dict[str, np.dtype[Any]] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
+
+
+def cpu_files(graph: str) -> tuple[str, str]:
+    """Names of the lowering of a target graph for the CPU and of its commit graph, beside ``graph``."""
+    if graph == TARGET_FILE:
+        return CPU_TARGET_FILE, CPU_COMMIT_FILE
+    stem = graph.removesuffix(".onnx")
+    return f"{stem}.cpu.onnx", f"{stem}.commit.cpu.onnx"
 
 
 def physical_cores() -> int:
@@ -184,10 +195,18 @@ class OrtEngine:
         cuda: run on the CUDA provider instead of the CPU's.
         lowered: on the CPU, use the lowered graph where the bundle has one.
         optimize: let ONNX Runtime fuse operators; without, the graph runs as written (references).
+        graph: file of the target in the bundle.
     """
 
     def __init__(
-        self, bundle_path: Path, *, threads: int = 0, cuda: bool = False, lowered: bool = True, optimize: bool = True
+        self,
+        bundle_path: Path,
+        *,
+        threads: int = 0,
+        cuda: bool = False,
+        lowered: bool = True,
+        optimize: bool = True,
+        graph: str = TARGET_FILE,
     ) -> None:
         if threads < 0:
             raise UsageError(f"threads must be 0 (automatic) or more, got {threads}")
@@ -198,8 +217,10 @@ class OrtEngine:
                 f"onnxruntime {ort.__version__} has no {missing[0]}: install the GPU build with "
                 "'pip install onnxruntime-gpu' or choose the engine onnxruntime-cpu"
             )
-        self._lowered = lowered and not cuda and (bundle_path / CPU_TARGET_FILE).is_file()
-        path = bundle_path / (CPU_TARGET_FILE if self._lowered else TARGET_FILE)
+        lowered_file, commit_file = cpu_files(graph)
+        self._lowered = lowered and not cuda and (bundle_path / lowered_file).is_file()
+        path = bundle_path / (lowered_file if self._lowered else graph)
+        self._open = partial(OrtEngine, bundle_path, threads=threads, cuda=cuda, lowered=lowered, optimize=optimize)
         options = _options(threads)
         if not optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
@@ -215,7 +236,7 @@ class OrtEngine:
         self._plans: dict[tuple[int, int, int], _Plan] = {}
         self._row_buffer = np.zeros((0, self.vocab_size), np.float32)
         if self._lowered:
-            self._commit_session = _open(bundle_path / CPU_COMMIT_FILE, _options(1), providers)
+            self._commit_session = _open(bundle_path / commit_file, _options(1), providers)
             self._commit_binding = self._commit_session.io_binding()
             self._caches.bind(self._commit_binding)
 
@@ -273,6 +294,10 @@ class OrtEngine:
     def open_graph(self, name: str) -> OrtGraph:
         """See :meth:`specexport.runtime.engine.TargetEngine.open_graph`."""
         return OrtGraph(_open(self._bundle_path / name, _options(self._threads), self._providers), self._device)
+
+    def open_target(self, name: str) -> OrtEngine:
+        """See :meth:`specexport.runtime.engine.TargetEngine.open_target`."""
+        return self._open(graph=name)
 
     def reset(self) -> None:
         self._caches.zero()

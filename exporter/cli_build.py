@@ -71,9 +71,15 @@ def rank_paths(path: str) -> tuple[tuple[int, ...], ...]:
     help="States that the graph also outputs: what enters layer L, or final.",
 )
 @click.option("--heads", metavar="HEADS", help="Speculative heads to draft with: a directory or a hub id.")
+@click.option("--draft-model", metavar="MODEL", help="Model to draft with: a directory, a hub id or a GGUF file.")
+@click.option("--draft-revision", help="Branch, tag or commit of a hub draft model.")
+@click.option("--draft-tokenizer", type=click.Path(path_type=Path), help="As --tokenizer, for the draft model.")
 @click.option("--tree", type=rank_paths, metavar="FILE", help="Static tree of Medusa heads: JSON list of rank paths.")
 @click.option(
-    "--draft-depth", "depth", type=click.IntRange(1, 32), help="Deepest draft of recurrent heads. [default: 5]"
+    "--draft-depth",
+    "depth",
+    type=click.IntRange(1, 32),
+    help="Deepest draft of recurrent heads or a draft model. [default: 5]",
 )
 @click.option("--draft-topk", "topk", type=click.IntRange(1, 64), help="Candidates of each draft. [default: 8]")
 @click.option("--draft-nodes", "nodes", type=click.IntRange(1, 256), help="Drafted nodes of a tree. [default: 15]")

@@ -61,6 +61,9 @@ def inspect(bundle: Path, full: bool, paired: str | None, as_json: bool) -> None
             "engine": manifest["engine"],
             "drafters": ", ".join(drafter["name"] for drafter in manifest["drafters"]) or "none",
             "default drafter": manifest["drafter"] or "none",
+            **{
+                drafter["name"]: _draft_model(drafter) for drafter in manifest["drafters"] if drafter["kind"] == "model"
+            },
             "chat template": "yes" if derived["chat_template"] else "no",
             "source": lineage["source"] + (f" @ {lineage['revision']}" if lineage["revision"] else ""),
             "fingerprint": lineage["fingerprint"],
@@ -72,6 +75,16 @@ def inspect(bundle: Path, full: bool, paired: str | None, as_json: bool) -> None
     )
     click.echo()
     echo_table({name: size(file["bytes"]) for name, file in manifest["files"].items()})
+
+
+def _draft_model(drafter: dict[str, Any]) -> str:
+    """What a bundle says about its draft model; none of it was checked yet."""
+    options = drafter["options"]
+    ids = "ids matched by text" if options.get("vocabulary") else "the target's ids"
+    return (
+        f"draft model {options.get('source')} ({options.get('architecture')}), drafts of {options.get('depth')}, "
+        f"{options.get('slots')} slots, {ids}, {options.get('fingerprint')}"
+    )
 
 
 def _holds_heads(path: Path) -> bool:

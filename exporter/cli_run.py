@@ -11,6 +11,7 @@ import click
 
 from specexport.exporter.cli import echo_json, threads_option
 from specexport.exporter.progress import Progress
+from specexport.runtime.rules import DEFAULT_RULE, RULES
 
 #: Sampling options: field of SamplingParams, type, help. Unset ones are the model's own defaults.
 SAMPLING: tuple[tuple[str, type, str], ...] = (
@@ -50,6 +51,13 @@ def token_bias(value: str) -> tuple[int, float]:
 @click.option("--chat", is_flag=True, help="Send the prompt through the model's chat template.")
 @click.option("--no-spec", is_flag=True, help="Plain decoding; the tokens are the same.")
 @click.option("--drafter", help="Drafter to use. [default: the bundle's]")
+@click.option(
+    "--acceptance",
+    type=click.Choice(list(RULES)),
+    default=DEFAULT_RULE,
+    show_default=True,
+    help="How drafts are judged: match gives plain decoding's tokens, rejection its distribution; typical is lossy.",
+)
 @sampling_options
 @click.option(
     "--logit-bias",
@@ -68,6 +76,7 @@ def run(
     chat: bool,
     no_spec: bool,
     drafter: str | None,
+    acceptance: str,
     stop: tuple[str, ...],
     engine: str | None,
     threads: int,
@@ -85,7 +94,9 @@ def run(
     text = _standard_input() if prompt is None else prompt
     opened = Bundle.load(bundle)
     params = default_params(opened.generation_config, logit_bias=dict(logit_bias) or None, **sampling)
-    session = Session(opened, drafter="none" if no_spec else drafter, engine=engine, threads=threads)
+    session = Session(
+        opened, drafter="none" if no_spec else drafter, engine=engine, threads=threads, acceptance=acceptance
+    )
     result = None
     for chunk in session.stream(text, params, stop=stop, chat=chat):
         result = chunk.result
@@ -97,6 +108,8 @@ def run(
         return
     click.echo()
     figures = result.statistics
+    if figures.lossy:
+        click.echo(f"note: {figures.acceptance} acceptance is lossy: this is not the model's own output", err=True)
     if sys.stderr.isatty():
         click.echo(
             f"[{figures.tokens} tokens, {figures.tokens_per_second:.1f} tokens/s, tau {figures.tau:.2f}, "

@@ -124,6 +124,22 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
+@torch.library.custom_op("specexport::best", mutates_args=())
+def best(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """ONNX TopK over the last axis: values and int64 indices of the ``count`` largest, the largest first.
+
+    Of equal values the one with the lower index comes first. ``torch.topk`` leaves that open, and trees need it.
+    """
+    values, indices = x.sort(dim=-1, descending=True, stable=True)
+    return values[..., :count].clone(), indices[..., :count].clone()
+
+
+@best.register_fake
+def _(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    shape = (*x.shape[:-1], count)
+    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
+
+
 def _commit_and_append(past: Any, new: Any, commit: Any, order: Any, write: Any) -> Any:
     joined = onnx_op.Concat(onnx_op.Gather(past, commit, axis=2), new, axis=2)
     return onnx_op.TensorScatter(past, onnx_op.Gather(joined, order, axis=2), write, axis=-2)
@@ -153,6 +169,10 @@ def _linear_transposed(x: Any, weight: Any) -> Any:
     return onnx_op.Gemm(x, weight, transB=1)
 
 
+def _best(x: Any, count: int) -> Any:
+    return onnx_op.TopK(x, onnx_op.Constant(value_ints=[count]), axis=-1)
+
+
 #: ATen-style overload -> function that emits its ONNX node.
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.specexport.commit_and_append.default: _commit_and_append,
@@ -161,4 +181,5 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.specexport.rotary.default: _rotary,
     torch.ops.specexport.rms_norm.default: _rms_norm,
     torch.ops.specexport.linear_transposed.default: _linear_transposed,
+    torch.ops.specexport.best.default: _best,
 }

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from specexport.engines.ort import CPU_COMMIT_FILE, CPU_TARGET_FILE, TARGET_FILE
-from specexport.exporter.checkpoint import open_checkpoint
+from specexport.engines.ort import DRAFT_FILE, TARGET_FILE, cpu_files
+from specexport.exporter.checkpoint import Checkpoint, open_checkpoint
 from specexport.exporter.config import TargetConfig, read_config
 from specexport.exporter.graph_file import DTYPES, IR_DTYPES, state_bytes
 from specexport.exporter.heads.base import Head
 from specexport.exporter.heads.build import DraftOptions, check_draft, read_head, write_drafter
+from specexport.exporter.heads.draft_model import DraftModel, read_draft_model, write_record
 from specexport.exporter.heads.merged import target_view
 from specexport.exporter.layers import Capture
 from specexport.exporter.onnx import export_target, save_target
@@ -50,6 +51,8 @@ class BuildOptions:
         drafters: lookup drafters to offer, the first is the default; empty: all. ``none`` first: plain by default.
         features: residual-stream boundaries that the graph also outputs.
         heads: directory or hub id of speculative heads, whose drafter then is the default. draft: shape of its drafts.
+        draft_model: directory, hub id or GGUF file of a smaller model to draft with, then the default unless there are
+            heads. draft_revision, draft_tokenizer: of it.
     """
 
     source: str
@@ -64,6 +67,9 @@ class BuildOptions:
     features: tuple[Capture, ...] = ()
     overwrite: bool = False
     heads: str | None = None
+    draft_model: str | None = None
+    draft_revision: str | None = None
+    draft_tokenizer: Path | None = None
     draft: DraftOptions = field(default_factory=DraftOptions)
 
 
@@ -93,17 +99,14 @@ def build(options: BuildOptions, progress: Progress) -> BuildResult:
             head = _read_head(options, config, tokenizer, progress)
             captures = options.features if head is None else head.record.captures
             _check_captures(config, captures)
-        with progress.stage("trace graph"):
-            model, target = export_target(config, slots, DTYPES[options.dtype], captures, checkpoint.weights)
-        with progress.stage("write weights", state_bytes(target)) as stage:
-            save_target(model, target, checkpoint.weights, writer.path / TARGET_FILE, stage.advance)
-        with progress.stage("lower for CPU"):
-            if not write_lowered(writer.path, config, slots, options.dtype):
-                progress.log(
-                    f"warning: heads of width {config.head_dim} have no fast attention on the CPU (it takes multiples "
-                    f"of {grouped_query.HEAD_DIM_MULTIPLE}): a step reads all {slots} cache slots there"
-                )
+            draft = _read_draft_model(options, slots, tokenizer, progress)
+        _write_target(writer.path / TARGET_FILE, checkpoint, config, slots, options.dtype, captures, progress)
         drafters = [DrafterInfo(name=name, kind=name, options={}, graph=None, tree=None) for name in lookups(options)]
+        if draft is not None:
+            graph = writer.path / DRAFT_FILE
+            _write_target(graph, draft.checkpoint, draft.config, draft.slots, options.dtype, (), progress, "draft ")
+            with progress.stage("fingerprint draft"):
+                drafters.insert(0, write_record(draft, graph, options.draft.depth, options.dtype))
         if head is not None:
             with progress.stage("export heads"):
                 dtype = DTYPES[options.dtype]
@@ -142,6 +145,28 @@ def _read_head(
     return head
 
 
+def _read_draft_model(
+    options: BuildOptions, slots: int, tokenizer: TokenizerFiles, progress: Progress
+) -> DraftModel | None:
+    """The draft model that was asked for, compared with the target."""
+    if options.draft_model is None:
+        if options.draft_revision is not None or options.draft_tokenizer is not None:
+            raise UsageError("--draft-revision and --draft-tokenizer are of a draft model: name it with --draft-model")
+        return None
+    draft = read_draft_model(
+        options.draft_model,
+        tokenizer.tokenizer_json,
+        slots=slots,
+        depth=options.draft.depth,
+        revision=options.draft_revision,
+        tokenizer=options.draft_tokenizer,
+        offline=options.offline,
+    )
+    for warning in draft.warnings:
+        progress.log(f"warning: {warning}")
+    return draft
+
+
 def lookups(options: BuildOptions) -> list[str]:
     """Lookup drafters to offer, the default first."""
     names = options.drafters or (DEFAULT_DRAFTER, *DRAFTERS)
@@ -170,20 +195,44 @@ def _check_captures(config: TargetConfig, captures: tuple[Capture, ...]) -> None
             raise UsageError(f"--features {capture}: the model has boundaries 0 to {config.num_layers}")
 
 
-def write_lowered(folder: Path, config: TargetConfig, slots: int, dtype: str) -> bool:
-    """Write the CPU lowering of ``folder/target.onnx`` beside it; the weights are shared, not copied.
+def _write_target(
+    graph: Path,
+    checkpoint: Checkpoint,
+    config: TargetConfig,
+    slots: int,
+    dtype: str,
+    captures: tuple[Capture, ...],
+    progress: Progress,
+    label: str = "",
+) -> None:
+    """Export a target (or draft model) to ``graph``, its data and its lowering; ``label`` goes before stage names."""
+    with progress.stage(f"trace {label}graph"):
+        model, target = export_target(config, slots, DTYPES[dtype], captures, checkpoint.weights)
+    with progress.stage(f"write {label}weights", state_bytes(target)) as stage:
+        save_target(model, target, checkpoint.weights, graph, stage.advance)
+    with progress.stage(f"lower {label}for CPU"):
+        if not write_lowered(graph.parent, config, slots, dtype, graph.name):
+            progress.log(
+                f"warning: heads of width {config.head_dim} have no fast attention on the CPU (it takes multiples "
+                f"of {grouped_query.HEAD_DIM_MULTIPLE}): a step reads all {slots} cache slots there"
+            )
+
+
+def write_lowered(folder: Path, config: TargetConfig, slots: int, dtype: str, graph: str = TARGET_FILE) -> bool:
+    """Write the CPU lowering of ``folder/graph`` beside it; the weights are shared, not copied.
 
     Returns:
         False where the model's head width has no such lowering: the CPU then runs the exported graph.
     """
     if config.head_dim % grouped_query.HEAD_DIM_MULTIPLE:
         return False
-    model = grouped_query.lower(ir.load(folder / TARGET_FILE), slots)
-    ir.save(model, folder / CPU_TARGET_FILE)
+    lowered_file, commit_file = cpu_files(graph)
+    model = grouped_query.lower(ir.load(folder / graph), slots)
+    ir.save(model, folder / lowered_file)
     commit = grouped_query.commit_model(
         config.num_layers, config.num_kv_heads, config.head_dim, slots, IR_DTYPES[dtype]
     )
-    ir.save(commit, folder / CPU_COMMIT_FILE)
+    ir.save(commit, folder / commit_file)
     return True
 
 
@@ -225,7 +274,8 @@ def _manifest(
     lineage: Lineage,
     tokenizer: TokenizerFiles,
 ) -> Manifest:
-    plain = not drafters or (options.heads is None and options.drafters[:1] == (NO_DRAFTER,))
+    weightless = options.heads is None and options.draft_model is None
+    plain = not drafters or (weightless and options.drafters[:1] == (NO_DRAFTER,))
     return Manifest(
         schema=SCHEMA_VERSION,
         contract=CONTRACT_VERSION,

@@ -1,7 +1,7 @@
 """The speculative loop on token ids: prefill, then draft -> verify -> accept -> commit.
 
 What is authoritative: ``_tokens`` are the committed tokens and ``_rows`` say where the cache holds them. Both change
-together, after a target call has returned. The sampler decides tokens, the drafter only what is tried.
+together, after a target call has returned. Sampler and acceptance rule decide tokens, the drafter only what is tried.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from specexport.runtime.cache import CacheRows, common_prefix
 from specexport.runtime.drafters.base import Drafter, DraftRequest, FeatureDrafter, Observation
 from specexport.runtime.engine import TargetEngine
 from specexport.runtime.errors import UsageError
+from specexport.runtime.rules import DEFAULT_RULE, SampledDrafter, find_rule
 from specexport.runtime.sampling import Sampler
 from specexport.runtime.statistics import RunStatistics
 from specexport.runtime.stopping import FinishReason
@@ -50,6 +51,10 @@ class Decoder:
         valid_vocab: token ids a prompt may hold are below it; None: the engine's vocabulary.
         max_nodes: widest tree, the root included.
         prefill_chunk: most prompt tokens in one call.
+        acceptance: the rule that judges drafts, see :data:`specexport.runtime.rules.RULES`.
+
+    Raises:
+        UsageError: an impossible setting, or a drafter that the target or the rule cannot serve.
     """
 
     def __init__(
@@ -60,11 +65,14 @@ class Decoder:
         valid_vocab: int | None = None,
         max_nodes: int = 8,
         prefill_chunk: int = 256,
+        acceptance: str = DEFAULT_RULE,
     ) -> None:
         if max_nodes < 1 or prefill_chunk < 1:
             raise UsageError(f"expected max_nodes >= 1 and prefill_chunk >= 1, got {max_nodes} and {prefill_chunk}")
         self._engine = engine
         self.drafter = drafter
+        self.acceptance = acceptance
+        self._rule = find_rule(acceptance, drafter)
         self._absorb = drafter.absorb if isinstance(drafter, FeatureDrafter) else None
         if drafter and self._absorb and not engine.features_size:
             raise UsageError(
@@ -148,6 +156,7 @@ class Decoder:
             if max_tokens <= budget:
                 budget, self._exhausted = max_tokens, "length"
         statistics.drafter = self.drafter.name if self.drafter else "none"
+        statistics.acceptance, statistics.lossy = self.acceptance, self._rule.lossy
         statistics.prompt_tokens = len(prompt)
         self._take_engine()
         self._run = run = self._run + 1
@@ -170,6 +179,8 @@ class Decoder:
                 return
             self._check_newest(run)
             begun = perf_counter()
+            if isinstance(self.drafter, SampledDrafter):
+                self.drafter.begin_sampling(sampler.params)
             if self.drafter:
                 self.drafter.begin(prompt, root)
             statistics.draft_s = statistics.decode_s = perf_counter() - begun
@@ -233,7 +244,7 @@ class Decoder:
         ready = perf_counter()
         logits = self._call(tree.tokens, depths + past, mask, self._count[:size])
         verified = perf_counter()
-        accepted = match(tree, logits.__getitem__, sampler, past, limit=budget, stop=stop)
+        accepted = self._rule.accept(tree, logits.__getitem__, sampler, past, limit=budget, stop=stop)
         emitted, path = accepted.tokens, accepted.path
         self._accept(path, tree.tokens[path].tolist())
         matched = perf_counter()

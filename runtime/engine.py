@@ -70,6 +70,10 @@ class TargetEngine(Protocol):
         """Another graph of the bundle (a drafter), on the same device and threads."""
         ...
 
+    def open_target(self, name: str) -> TargetEngine:
+        """Another target of the bundle (a draft model) with caches of its own, on the same device and threads."""
+        ...
+
     def reset(self) -> None:
         """Zero the caches."""
         ...

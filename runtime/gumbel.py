@@ -17,6 +17,9 @@ Exact definition (all arithmetic on unsigned 64-bit integers, modulo 2**64)::
     u = (k + 0.5) * 2**-52                         # exact in a double, never 0 or 1
     G = -log(-log(u))                              # double, natural logarithm
 
+Acceptance rules that need a uniform number beside the noise take ``u`` of the counters from 2**32 on (:func:`uniform`).
+No token id reaches them, so such a number never is the one behind a token's noise.
+
 ``mix`` is the SplitMix64 finaliser (Steele, Lea and Flood 2014, with Stafford's "Mix13" constants): each level is a
 SplitMix64 stream whose state is the level above. G lies in ``[G_MIN, G_MAX]`` (about -3.604 and 36.737); integers
 are equal on every platform, G up to the last bits of its ``log``.
@@ -36,6 +39,8 @@ GOLDEN = 0x9E3779B97F4A7C15
 _MUL_1, _MUL_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = (1 << 64) - 1
 _BITS = 52
+#: First counter of the uniforms, above every token id.
+_UNIFORMS = 1 << 32
 
 #: Bounds of G: the noise of k = 0 and of k = 2**52 - 1.
 G_MIN = -math.log(-math.log(2.0**-53))
@@ -107,3 +112,8 @@ def gumbel_bits(seed: int, position: int, tokens: NDArray[np.int64]) -> UIntArra
 def gumbel(seed: int, position: int, tokens: NDArray[np.int64]) -> Float64Array:
     """float64 [n]: ``G(seed, position, token)`` of ``tokens`` (int64 [n]) at one absolute position."""
     return noise_of_bits(gumbel_bits(seed, position, tokens))
+
+
+def uniform(key: int, number: int) -> float:
+    """``u``, above 0 and below 1: the ``number``-th (from 0) uniform of a position's ``key``, apart from all noise."""
+    return ((_mix((key + (_UNIFORMS + number + 1) * GOLDEN) & _WORD) >> (64 - _BITS)) + 0.5) * 2.0**-_BITS

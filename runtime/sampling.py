@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from specexport.runtime import gumbel
 from specexport.runtime.errors import SpecExportError, UsageError
+from specexport.runtime.histogram import Histogram
 
 FloatRow = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
@@ -138,10 +139,11 @@ class Sampler:
         self._stops = np.array(stops, np.int64)
         self._bias_ids = np.array(sorted(params.logit_bias), np.int64)
         self._bias = np.array([params.logit_bias[int(token)] for token in self._bias_ids], np.float64)
+        self._truncates = params.top_p < 1 or 0 < params.top_k < self._valid
         self._repeats = params.repetition_penalty != 1
         self._counts = params.presence_penalty != 0 or params.frequency_penalty != 0
-        self._all = _Histogram()
-        self._output = _Histogram()
+        self._all = Histogram()
+        self._output = Histogram()
         self._generated = 0
         self._row = np.empty(self._valid, np.float32)
         if params.temperature > 0:
@@ -153,7 +155,7 @@ class Sampler:
 
     def begin(self, prompt_tokens: Sequence[int]) -> None:
         """A new sequence: forget the history, take the prompt into it."""
-        self._all, self._output, self._generated = _Histogram(), _Histogram(), 0
+        self._all, self._output, self._generated = Histogram(), Histogram(), 0
         if self._repeats:
             for token in prompt_tokens:
                 self._all.add(token)
@@ -166,6 +168,14 @@ class Sampler:
         if self._counts:
             self._output.add(token)
 
+    def pop(self, token: int) -> None:
+        """Undo the latest ``push``, which was of ``token``."""
+        self._generated -= 1
+        if self._repeats:
+            self._all.remove(token)
+        if self._counts:
+            self._output.remove(token)
+
     def pick(self, logits: FloatRow, position: int) -> int:
         """The token at absolute ``position``, from the logits (float32 [V], not changed) of the position before it.
 
@@ -173,20 +183,36 @@ class Sampler:
             SpecExportError: the row holds NaN or +inf, or nothing in it can be picked.
         """
         row = self._processed(logits)
-        best = int(row.argmax())
-        top = float(row[best])
-        if not math.isfinite(top):
-            raise SpecExportError(
-                f"no token can be picked at position {position}: the highest logit is {top}; expected a finite number "
-                "(a NaN or +inf comes from the engine: run `specexport verify`; -inf from a logit_bias that bans all)"
-            )
+        best, top = _best(row, position)
         if self.params.temperature == 0:
             return best
-        if self.params.top_p < 1 or 0 < self.params.top_k < self._valid:
+        if self._truncates:
             kept, d = self._truncated(row, top)
             key = gumbel.position_key(self.params.seed, position)
             return _winner(kept, d + gumbel.noise_of_bits(gumbel.hash_strides(key, self._strides[kept])))[1]
         return self._race(row, top, position)
+
+    def probs(self, logits: FloatRow, position: int) -> Float64Array:
+        """float64 [V]: what :meth:`pick` draws from, after steps 1 to 8; 0 for what it never picks, the sum is 1.
+
+        ``position`` only names the place in an error.
+
+        Raises:
+            SpecExportError: as :meth:`pick`.
+        """
+        row = self._processed(logits)
+        best, top = _best(row, position)
+        chances = np.zeros(self._vocab_size)
+        if self.params.temperature == 0:
+            chances[best] = 1
+            return chances
+        if self._truncates:
+            kept, d = self._truncated(row, top)
+        else:
+            kept, d = self._within(row, top, -math.log(self.params.min_p) if self.params.min_p > 0 else math.inf)
+        weights = np.exp(d)
+        chances[kept] = weights / weights.sum()
+        return chances
 
     def logprobs_of(self, logits: FloatRow, token: int) -> tuple[float, list[tuple[int, float]]]:
         """Log-probability (natural log) of ``token`` and of the ``params.logprobs`` best tokens, best first.
@@ -319,26 +345,16 @@ class Sampler:
         return best[1]
 
 
-class _Histogram:
-    """How often each token was seen, as arrays: distinct ids and their counts. Bounded by the vocabulary."""
-
-    def __init__(self) -> None:
-        self._slots: dict[int, int] = {}
-        self._ids = np.empty(64, np.int64)
-        self._counts = np.empty(64, np.float64)
-
-    def add(self, token: int) -> None:
-        slot = self._slots.get(token)
-        if slot is None:
-            slot = self._slots[token] = len(self._slots)
-            if slot == len(self._ids):
-                self._ids, self._counts = (np.concatenate([a, np.empty_like(a)]) for a in (self._ids, self._counts))
-            self._ids[slot], self._counts[slot] = token, 0
-        self._counts[slot] += 1
-
-    def view(self) -> tuple[IntArray, Float64Array]:
-        size = len(self._slots)
-        return self._ids[:size], self._counts[:size]
+def _best(row: FloatRow, position: int) -> tuple[int, float]:
+    """The highest logit: ``(id, logit)``."""
+    best = int(row.argmax())
+    top = float(row[best])
+    if not math.isfinite(top):
+        raise SpecExportError(
+            f"no token can be picked at position {position}: the highest logit is {top}; expected a finite number "
+            "(a NaN or +inf comes from the engine: run `specexport verify`; -inf from a logit_bias that bans all)"
+        )
+    return best, top
 
 
 def _is_integer(value: object) -> bool:

@@ -15,6 +15,7 @@ from specexport.runtime.decoder import Decoder
 from specexport.runtime.drafters import DRAFTERS, GRAPH_DRAFTERS, NO_DRAFTER, Drafter, make_drafter
 from specexport.runtime.engine import TargetEngine, find_engine
 from specexport.runtime.errors import BundleError, UsageError
+from specexport.runtime.rules import DEFAULT_RULE
 from specexport.runtime.sampling import Sampler, SamplingParams
 from specexport.runtime.statistics import RunStatistics
 from specexport.runtime.stopping import FinishReason, StopChecker
@@ -91,9 +92,11 @@ class Session:
         threads: of the engine, 0 for one per physical core.
         max_nodes: widest tree, the root included; None: what the drafter's graph gives, or :data:`MAX_NODES`.
         prefill_chunk: most prompt tokens in one call; None: the bundle's.
+        acceptance: the rule that judges drafts, a name in :data:`specexport.runtime.rules.RULES`. With ``"match"`` the
+            tokens are those of plain decoding, with ``"rejection"`` their distribution; ``"typical"`` is lossy.
 
     Raises:
-        UsageError: an unknown drafter or engine. BundleError: the engine and the manifest disagree.
+        UsageError: an unknown drafter, engine or rule, or a rule that cannot judge this drafter. BundleError: the engine and the manifest disagree.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class Session:
         threads: int = 0,
         max_nodes: int | None = None,
         prefill_chunk: int | None = None,
+        acceptance: str = DEFAULT_RULE,
     ) -> None:
         target = bundle.manifest.target
         self.bundle = bundle
@@ -125,6 +129,7 @@ class Session:
             valid_vocab=target.valid_vocab,
             max_nodes=max_nodes,
             prefill_chunk=prefill_chunk or target.prefill_chunk,
+            acceptance=acceptance,
         )
 
     @property
@@ -251,7 +256,7 @@ def find_drafter(bundle: Bundle, drafter: str | Drafter | None, engine: TargetEn
     kind, options = (info.kind, info.options) if info else (drafter, {})
     try:
         if info and info.graph is not None and kind in GRAPH_DRAFTERS:
-            return GRAPH_DRAFTERS[kind](engine.open_graph(info.graph), name=info.name, tree=info.tree, **options)
+            return GRAPH_DRAFTERS[kind](info, bundle, engine)
     except TypeError as error:
         raise BundleError(f"drafter {drafter!r}: {error}") from error
     if kind != NO_DRAFTER and kind not in DRAFTERS:

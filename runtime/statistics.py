@@ -18,6 +18,8 @@ class RunStatistics:
     and belongs to no decode call; the bonus token of each call counts.
 
     Attributes:
+        drafter, acceptance: what proposed, and the rule that judged. lossy: that rule changes what is generated: the
+            output is not what plain decoding would give or draw.
         prompt_tokens: length of the prompt. reused_tokens: those of its first tokens already in the cache.
         prefill_calls, prefill_s: target calls and time until the first token was sampled.
         first_token_s: time to the first token, encoding of the prompt included.
@@ -31,6 +33,8 @@ class RunStatistics:
     """
 
     drafter: str = "none"
+    acceptance: str = "match"
+    lossy: bool = False
     prompt_tokens: int = 0
     reused_tokens: int = 0
     prefill_calls: int = 0
@@ -94,6 +98,8 @@ class RunStatistics:
         """The figures under their stable JSON names."""
         return {
             "drafter": self.drafter,
+            "acceptance": self.acceptance,
+            "lossy": self.lossy,
             "finish_reason": self.finish_reason,
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,

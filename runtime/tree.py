@@ -5,6 +5,7 @@ The root is the last token that was emitted but not yet run through the target; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,11 +25,15 @@ class Tree:
         parents: int64 [T], index of each node's parent, smaller than the node's own index; -1 for the root.
         scores: float32 [T], the drafter's estimate (log probability of the path, natural log), 0 for the root.
             Only an estimate: acceptance never reads it.
+        draft_probs: for trees that were drawn at random, q: float64 [V] of a node, the distribution that the node's
+            first child was drawn from; the children after it were drawn, in order, from what q leaves once their
+            elder siblings are struck out (sampling without replacement). None: the tree was chosen, not drawn.
     """
 
     tokens: IntArray
     parents: IntArray
     scores: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))
+    draft_probs: Callable[[int], NDArray[np.float64]] | None = None
 
     def __post_init__(self) -> None:
         size = len(self.tokens)
@@ -84,7 +89,8 @@ class Tree:
     def best(self, size: int, max_depth: int) -> Tree:
         """The ``size`` nodes with the best scores, none deeper than ``max_depth``, in the order they have here.
 
-        Scores must not rise along a path; of equal scores the earlier node wins, so ancestors are always in.
+        Scores must not rise along a path; of equal scores the earlier node wins, so ancestors are always in. What is
+        left of a drawn tree was chosen by its tokens, so it has no ``draft_probs``.
         """
         if size >= len(self.tokens) and max_depth >= len(self.tokens) - 1:
             return self
@@ -100,4 +106,4 @@ class Tree:
         """The first ``size`` nodes (parents come first, so any prefix is a tree)."""
         if size >= len(self.tokens):
             return self
-        return Tree(self.tokens[:size], self.parents[:size], self.scores[:size])
+        return Tree(self.tokens[:size], self.parents[:size], self.scores[:size], self.draft_probs)

@@ -14,6 +14,7 @@ from specexport.exporter.heads.detect import open_head
 from specexport.exporter.heads.export import export_medusa, export_recurrent
 from specexport.exporter.heads.pairing import check_pair
 from specexport.exporter.heads.record import MedusaRecord
+from specexport.exporter.heads.trees import DynamicTree, StaticTree
 from specexport.runtime.drafters.paths import Path as RankPath
 from specexport.runtime.drafters.paths import template
 from specexport.runtime.errors import UsageError
@@ -25,8 +26,8 @@ class DraftOptions:
     """Shape of the drafts.
 
     Attributes:
-        tree: rank paths of a static tree (Medusa), None for a dynamic one.
-        depth: edges below the root of the deepest node (recurrent heads; Medusa has one depth a head).
+        tree: rank paths of a static tree, which then says depth, topk and nodes itself; None for a dynamic one.
+        depth: edges below the root of the deepest node (recurrent heads and draft models; Medusa has one depth a head).
         topk: candidates a depth; recurrent heads expand as many nodes.
         nodes: drafted nodes of a dynamic tree.
     """
@@ -61,16 +62,32 @@ def check_draft(head: Head, draft: DraftOptions) -> None:
     """
     record = head.record
     if isinstance(record, MedusaRecord):
+        width, rows = medusa_topk(draft), record.vocab_size
         if draft.tree is not None:
-            template(draft.tree, record.num_heads, draft.topk)
-        return
+            template(draft.tree, record.num_heads, width)
+    else:
+        width, rows = recurrent_tree(draft).topk, record.draft_vocab_size
+    if width > rows:
+        raise UsageError(f"{width} candidates of each draft: the head has {rows} tokens to choose from")
+
+
+def medusa_topk(draft: DraftOptions) -> int:
+    """Candidates of each Medusa head: as many as a static tree takes."""
+    return draft.topk if draft.tree is None else StaticTree(draft.tree).topk
+
+
+def recurrent_tree(draft: DraftOptions) -> DynamicTree | StaticTree:
+    """The trees that recurrent heads grow.
+
+    Raises:
+        UsageError: a dynamic tree that is larger than its candidates, a static one that is none.
+    """
     if draft.tree is not None:
-        raise UsageError(f"--tree is for Medusa heads: {record.method} heads grow their own")
-    pool = draft.topk + (draft.depth - 1) * draft.topk**2
-    if draft.nodes > pool:
-        raise UsageError(
-            f"--draft-nodes {draft.nodes}: depth {draft.depth} with {draft.topk} candidates gives at most {pool}"
-        )
+        return StaticTree(draft.tree)
+    try:
+        return DynamicTree(draft.depth, draft.topk, draft.nodes)
+    except ValueError as error:
+        raise UsageError(f"--draft-nodes {draft.nodes}: {error}") from None
 
 
 def write_drafter(
@@ -91,24 +108,22 @@ def write_drafter(
             head.weights,
             graph,
             dtype=dtype,
-            k=draft.topk,
+            k=medusa_topk(draft),
             valid_vocab=valid_vocab,
             target_graph=target_graph,
         )
-        options = {"heads": record.num_heads, "k": draft.topk}
+        options = {"heads": record.num_heads, "k": medusa_topk(draft)}
     else:
-        rows = min(slots, record.max_positions)
+        rows, tree = min(slots, record.max_positions), recurrent_tree(draft)
         export_recurrent(
             record,
             head.weights,
             graph,
             dtype=dtype,
             slots=rows,
-            depth=draft.depth,
-            k=draft.topk,
-            nodes=draft.nodes,
+            tree=tree,
             valid_vocab=valid_vocab,
             target_graph=target_graph,
         )
-        options = {"nodes": draft.nodes, "depth": draft.depth, "slots": rows, "max_positions": record.max_positions}
+        options = {"nodes": tree.nodes, "depth": tree.depth, "slots": rows, "max_positions": record.max_positions}
     return DrafterInfo(name=record.method, kind=record.method, options=options, graph=graph.name, tree=draft.tree)

@@ -20,6 +20,7 @@ from specexport.exporter.graph_file import save_graph, trace
 from specexport.exporter.heads.modules import MedusaHeads
 from specexport.exporter.heads.record import MedusaRecord, RecurrentRecord
 from specexport.exporter.heads.recurrent import RecurrentDrafter
+from specexport.exporter.heads.trees import DynamicTree, StaticTree
 from specexport.exporter.passes import used_rows
 from specexport.exporter.weights import WeightSource
 from specexport.runtime import contract
@@ -57,20 +58,18 @@ def export_recurrent(
     *,
     dtype: torch.dtype,
     slots: int,
-    depth: int,
-    k: int,
-    nodes: int,
+    tree: DynamicTree | StaticTree,
     valid_vocab: int,
     target_graph: Path,
 ) -> None:
     """Write the drafter graph of a recurrent head, its cache cut to the used rows (``passes.used_rows``).
 
     Args:
-        slots: rows of the draft cache. depth, k, nodes: see :class:`RecurrentDrafter`.
+        slots: rows of the draft cache. tree: shape of the trees.
         target_graph: ``target.onnx`` in the same directory; tables that are the target's refer to its data.
     """
     with torch.device("meta"):
-        drafter = RecurrentDrafter(record, slots, dtype, depth=depth, k=k, nodes=nodes, valid_vocab=valid_vocab).eval()
+        drafter = RecurrentDrafter(record, slots, dtype, tree, valid_vocab=valid_vocab).eval()
         accepted = torch.export.Dim(contract.COMMIT_DIM)
         width = record.target_hidden_size * len(record.captures)
         caches = contract.cache_names(record.blocks.num_layers)

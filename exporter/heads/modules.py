@@ -72,7 +72,7 @@ class MedusaHeads(nn.Module):
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """From features [1, H]: token ids int64 [heads, k], best first, and their log probabilities float32."""
-        logprobs, rows = torch.log_softmax(self.logits(features), dim=-1).topk(self.k, dim=-1)
+        logprobs, rows = ops.best(torch.log_softmax(self.logits(features), dim=-1), self.k)
         return rows if self.token_map is None else self.token_map[rows], logprobs
 
     def values(self, weights: WeightSource) -> Iterator[tuple[str, Callable[[], Tensor]]]:

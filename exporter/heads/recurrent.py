@@ -2,8 +2,8 @@
 
 The order of work at a draft step is that of :class:`~specexport.exporter.heads.record.RecurrentRecord`. The tree is
 EAGLE-2's (Li et al. 2024, arXiv 2406.16858): expand the k best nodes of each depth, pool every candidate, keep the best
-by cumulative log probability. The cache holds only rows computed from true target features; rows of the tree live in
-the call alone.
+by cumulative log probability; or a static one (EAGLE-1). The cache holds only rows computed from true target features;
+rows of the tree live in the call alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from specexport.exporter import ops
+from specexport.exporter.heads.growth import DynamicGrowth, Expand, Grown, StaticGrowth
 from specexport.exporter.heads.record import BlockConfig, RecurrentRecord
+from specexport.exporter.heads.trees import DynamicTree, StaticTree
 from specexport.exporter.layers import MLP, Linear, RMSNorm
 from specexport.exporter.rope import rope_tables
 from specexport.exporter.weights import WeightSource
@@ -101,8 +103,7 @@ class RecurrentDrafter(nn.Module):
     """The drafter graph.
 
     Args:
-        slots: rows of the draft cache. depth: edges below the root of the deepest node. k: nodes expanded at a depth,
-            and candidates of each. nodes: N - 1, drafted nodes of the tree.
+        slots: rows of the draft cache. tree: shape of the trees.
         valid_vocab: target ids at or above it are padding and never proposed.
     """
 
@@ -111,18 +112,14 @@ class RecurrentDrafter(nn.Module):
         record: RecurrentRecord,
         slots: int,
         dtype: torch.dtype,
+        tree: DynamicTree | StaticTree,
         *,
-        depth: int,
-        k: int,
-        nodes: int,
         valid_vocab: int,
     ) -> None:
         super().__init__()
-        pool = k + (depth - 1) * k * k
-        if depth < 1 or k < 1 or not 1 <= nodes <= pool:
-            raise ValueError(f"depth {depth} and k {k} give {pool} candidates, fewer than {nodes} nodes")
         self.record, self.slots, self.dtype = record, slots, dtype
-        self.depth, self.k, self.nodes = depth, k, nodes
+        self.positions = slots + tree.depth
+        self.growth = DynamicGrowth(tree) if isinstance(tree, DynamicTree) else StaticGrowth(tree)
         mapped = record.draft_to_target is not None
         self.valid_rows = record.draft_vocab_size if mapped else min(valid_vocab, record.draft_vocab_size)
         hidden, features = record.blocks.hidden_size, record.target_hidden_size * len(record.captures)
@@ -140,7 +137,7 @@ class RecurrentDrafter(nn.Module):
         self.embedding = self._table(record.vocab_size, record.embedding_size)
         self.lm_head = self._table(record.draft_vocab_size, hidden)
         for name in ("cos", "sin"):
-            table = torch.empty(slots + depth, record.blocks.rope.rotary_dim // 2, dtype=dtype)
+            table = torch.empty(self.positions, record.blocks.rope.rotary_dim // 2, dtype=dtype)
             self.register_buffer(f"rope_{name}", table)
         self.draft_to_target: Tensor | None
         self.register_buffer(
@@ -219,60 +216,30 @@ class RecurrentDrafter(nn.Module):
         out = self._layers(tokens, self._hidden(features), extend)
         length = past + tokens.shape[1]
         stable = torch.where(columns < length, zero, floor).reshape(1, 1, 1, -1)
-        tree = self._grow(out[:, -1:], length, rope, presents, stable)
-        return (*tree, *presents)
+        logprobs, state = self._finish(out[:, -1:])
+        grown: Grown = self.growth(logprobs, state, self._ids, self._expander(length, rope, presents, stable))
+        return (*grown, *presents)
 
-    def _grow(
-        self, last: Tensor, length: Tensor, rope: tuple[Tensor, Tensor], caches: list[Tensor], stable: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The dynamic tree below the root, whose output is ``last`` [1, 1, Hd]."""
-        k = self.k
-        logprobs, state = self._finish(last)
-        best, rows = logprobs[0].topk(k)
-        level, scores = self._ids(rows), best  # [k] nodes of this depth
-        hidden = state.expand(k, -1)
-        numbers = torch.arange(k, device=last.device)  # of this depth's nodes in the pool
-        seen = torch.eye(k, dtype=torch.bool, device=last.device)  # [k, rows so far]: ancestors and self
-        pool_tokens, pool_scores = [level], [scores]
-        pool_parents = [torch.full((k,), -1, dtype=torch.int64, device=last.device)]
+    def _expander(self, length: Tensor, rope: tuple[Tensor, Tensor], caches: list[Tensor], stable: Tensor) -> Expand:
+        """Runs the nodes of one depth after another; each sees the ``length`` stable rows and its ancestors."""
         rows_k: list[list[Tensor]] = [[] for _ in self.layers]
         rows_v: list[list[Tensor]] = [[] for _ in self.layers]
-        for depth in range(1, self.depth):
-            positions = (length + (depth - 1)).expand(k).unsqueeze(0)
+
+        def expand(depth: int, tokens: Tensor, hidden: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+            positions = (length + (depth - 1)).expand(tokens.shape[0]).unsqueeze(0)
             low = torch.finfo(self.dtype).min
             mask = torch.where(seen, 0.0, low).to(self.dtype).unsqueeze(0).unsqueeze(0)
 
-            def attend(
-                index: int, attention: DraftAttention, x: Tensor, positions: Tensor = positions, mask: Tensor = mask
-            ) -> Tensor:
+            def attend(index: int, attention: DraftAttention, x: Tensor) -> Tensor:
                 query, key, value = attention.project(x, rope, positions)
                 rows_k[index].append(key)
                 rows_v[index].append(value)
                 tree = (torch.cat(rows_k[index], dim=2), torch.cat(rows_v[index], dim=2))
                 return attention.over_tree(query, (caches[2 * index], caches[2 * index + 1]), stable, tree, mask)
 
-            out = self._layers(level.unsqueeze(0), hidden.unsqueeze(0), attend)
-            logprobs, state = self._finish(out)
-            best, rows = logprobs.topk(k, dim=-1)  # [k, k]
-            candidates = (scores.unsqueeze(1) + best).reshape(-1)
-            ids = self._ids(rows).reshape(-1)
-            pool_tokens.append(ids)
-            pool_scores.append(candidates)
-            pool_parents.append(numbers.repeat_interleave(k))
-            scores, chosen = candidates.topk(k)
-            parent = torch.div(chosen, k, rounding_mode="floor")
-            level, hidden = ids[chosen], state[parent]
-            numbers = chosen + (k + (depth - 1) * k * k)
-            seen = torch.cat([seen[parent], torch.eye(k, dtype=torch.bool, device=last.device)], dim=1)
-        return self._select(torch.cat(pool_tokens), torch.cat(pool_scores), torch.cat(pool_parents))
+            return self._finish(self._layers(tokens.unsqueeze(0), hidden.unsqueeze(0), attend))
 
-    def _select(self, tokens: Tensor, scores: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The best ``nodes`` of the pool in creation order. A child never beats its parent, and of equal scores the
-        earlier wins (the parent), so ancestors are always in."""
-        kept = scores.topk(self.nodes).indices.sort().values
-        above = parents[kept].unsqueeze(1)
-        place = ((kept.unsqueeze(0) < above).sum(1) + 1) * (above.squeeze(1) >= 0)
-        return tokens[kept], place, scores[kept]
+        return expand
 
     def values(self, weights: WeightSource) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         """(name, reader) of every tensor the head brings; tables of the target are left out."""
@@ -280,10 +247,12 @@ class RecurrentDrafter(nn.Module):
         for name, parameter in self.named_parameters():
             if getattr(record, name, None) != "target":
                 yield name, partial(_read, weights, name, parameter, record.blocks.norm_offset)
-        for name, table in zip(("cos", "sin"), rope_tables(record.blocks.rope, self.slots + self.depth), strict=True):
+        for name, table in zip(("cos", "sin"), rope_tables(record.blocks.rope, self.positions), strict=True):
             yield f"rope_{name}", partial(torch.from_numpy(table).to, self.dtype)
         if record.draft_to_target is not None:
             yield "draft_to_target", partial(torch.from_numpy, record.draft_to_target)
+        for name, read in self.growth.values():
+            yield f"growth.{name}", read
 
 
 def _read(weights: WeightSource, name: str, parameter: Tensor, norm_offset: float) -> Tensor:

@@ -114,11 +114,13 @@ class Binding:
         return self._apply(weights.read(self.rule.source), config).to(self.dtype)
 
     def _apply(self, stored: Tensor, config: TargetConfig) -> Tensor:
+        wanted = f"the config calls for {self.shape}"
+        if stored.ndim != len(self.shape):
+            raise CheckpointError(f"tensor {self.rule.source!r} has shape {tuple(stored.shape)}, {wanted}")
         tensor = self.rule.transform(stored, config)
         if tuple(tensor.shape) != self.shape:
             raise CheckpointError(
-                f"tensor {self.rule.source!r} gives {tuple(tensor.shape)} for {self.parameter}, "
-                f"the config calls for {self.shape}"
+                f"tensor {self.rule.source!r} gives {tuple(tensor.shape)} for {self.parameter}, {wanted}"
             )
         return tensor
 

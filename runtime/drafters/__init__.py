@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from specexport.runtime.bundle import Bundle
 from specexport.runtime.drafters.base import Drafter, DraftRequest, Observation
 from specexport.runtime.drafters.medusa import MedusaDrafter
+from specexport.runtime.drafters.model import ModelDrafter, open_model
 from specexport.runtime.drafters.ngram import NgramDrafter
 from specexport.runtime.drafters.recurrent import RecurrentDrafter
 from specexport.runtime.drafters.recycling import RecyclingDrafter
 from specexport.runtime.drafters.suffix import SuffixDrafter
+from specexport.runtime.engine import TargetEngine
 from specexport.runtime.errors import UsageError
+from specexport.runtime.manifest import DrafterInfo
 
 __all__ = ["DRAFTERS", "GRAPH_DRAFTERS", "NO_DRAFTER", "DraftRequest", "Drafter", "Observation", "make_drafter"]
 
@@ -26,12 +30,20 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
 }
 
 
-#: Drafters with a graph: kind -> factory(graph, name=, tree=, **options).
-GRAPH_DRAFTERS: dict[str, Callable[..., Drafter]] = {
-    "medusa": MedusaDrafter,
-    "eagle1": RecurrentDrafter,
-    "eagle3": RecurrentDrafter,
-    "mtp": RecurrentDrafter,
+def _head(factory: Callable[..., Drafter]) -> Callable[[DrafterInfo, Bundle, TargetEngine], Drafter]:
+    def open_head(info: DrafterInfo, bundle: Bundle, engine: TargetEngine) -> Drafter:
+        return factory(engine.open_graph(str(info.graph)), name=info.name, tree=info.tree, **info.options)
+
+    return open_head
+
+
+#: Drafters with a graph: kind -> opener(record with a graph, its bundle, engine of the target).
+GRAPH_DRAFTERS: dict[str, Callable[[DrafterInfo, Bundle, TargetEngine], Drafter]] = {
+    "medusa": _head(MedusaDrafter),
+    "eagle1": _head(RecurrentDrafter),
+    "eagle3": _head(RecurrentDrafter),
+    "mtp": _head(RecurrentDrafter),
+    ModelDrafter.kind: open_model,
 }
 
 

@@ -295,9 +295,7 @@ def test_module_and_graph_are_the_reference(case: str, tmp_path: Path) -> None:
         path,
         dtype=torch.float32,
         slots=SLOTS,
-        depth=DEPTH,
-        k=K,
-        nodes=NODES,
+        tree=tree,
         valid_vocab=valid,
         target_graph=tmp_path / "unused",
     )

@@ -66,6 +66,8 @@ def test_names_are_stable_and_plain_json() -> None:
     assert json.loads(json.dumps(figures)) == figures
     assert list(figures) == [
         "drafter",
+        "acceptance",
+        "lossy",
         "finish_reason",
         "prompt_tokens",
         "reused_tokens",
