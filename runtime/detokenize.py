@@ -87,7 +87,7 @@ class _ByteLevel:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, tokens: Iterable[str]) -> list[str]:
-        return [self._decoder.decode(b"".join(map(_bytes_of, tokens)))]
+        return [self._decoder.decode(b"".join(map(byte_level_bytes, tokens)))]
 
     def flush(self) -> list[str]:
         return [self._decoder.decode(b"", True)]
@@ -199,7 +199,8 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTES = _byte_alphabet()
 
 
-def _bytes_of(token: str) -> bytes:
+def byte_level_bytes(token: str) -> bytes:
+    """What a token of a byte-level tokenizer stands for."""
     try:
         return bytes([_BYTES[character] for character in token])
     except KeyError:

@@ -18,10 +18,10 @@ class SampledDrafter(Drafter, Protocol):
     """A drafter that draws its proposals at random, and whose trees carry what they were drawn from
     (:attr:`~specexport.runtime.tree.Tree.draft_probs`; none at temperature 0).
 
-    To draw with the target's own noise, that is to propose the tokens with the highest
-    log q(x) + G(seed, position of x, x) (:meth:`specexport.runtime.sampling.Sampler.pick` on the drafter's logits, whose
-    distribution is :meth:`~specexport.runtime.sampling.Sampler.probs`), is a draw without replacement for ``rejection``,
-    and for ``match`` it makes drafter and target agree more often (Gumbel coupling).
+    Best draw with the target's own noise: propose the tokens with the highest log q(x) + G(seed, position of x, x).
+    That is a draw without replacement, good for ``rejection``; for ``match`` it makes drafter and target agree more
+    often than independent draws would (Gumbel coupling, ``scripts/measure_coupling.py``). A
+    :class:`~specexport.runtime.sampling.Sampler` on the drafter's logits does it: ``pick`` draws, ``probs`` is q.
     """
 
     def begin_sampling(self, params: SamplingParams) -> None:

@@ -195,10 +195,7 @@ class Sampler:
     def probs(self, logits: FloatRow, position: int) -> Float64Array:
         """float64 [V]: what :meth:`pick` draws from, after steps 1 to 8; 0 for what it never picks, the sum is 1.
 
-        ``position`` only names the place in an error.
-
-        Raises:
-            SpecExportError: as :meth:`pick`.
+        Fails as :meth:`pick` does, and for that alone needs ``position``.
         """
         row = self._processed(logits)
         best, top = _best(row, position)
@@ -206,10 +203,8 @@ class Sampler:
         if self.params.temperature == 0:
             chances[best] = 1
             return chances
-        if self._truncates:
-            kept, d = self._truncated(row, top)
-        else:
-            kept, d = self._within(row, top, -math.log(self.params.min_p) if self.params.min_p > 0 else math.inf)
+        reach = -math.log(self.params.min_p) if self.params.min_p > 0 else math.inf
+        kept, d = self._truncated(row, top) if self._truncates else self._within(row, top, reach)
         weights = np.exp(d)
         chances[kept] = weights / weights.sum()
         return chances

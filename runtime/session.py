@@ -96,7 +96,8 @@ class Session:
             tokens are those of plain decoding, with ``"rejection"`` their distribution; ``"typical"`` is lossy.
 
     Raises:
-        UsageError: an unknown drafter, engine or rule, or a rule that cannot judge this drafter. BundleError: the engine and the manifest disagree.
+        UsageError: an unknown drafter, engine or rule, or a rule that cannot judge this drafter.
+        BundleError: the engine and the manifest disagree.
     """
 
     def __init__(

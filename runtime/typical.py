@@ -1,13 +1,14 @@
 """``typical`` acceptance (Medusa; Cai et al. 2024, arXiv 2401.10774): take a draft that the target finds plausible.
 
-A draft is taken when p(x) > min(eps, alpha * exp(-H)), H the entropy of p in nats, p what the target would sample from:
-after penalties, biases, temperature and truncation, with the draft's own path as history. **Lossy**: the output does not
-follow the target's distribution. Drafts are preferred to what the target would have drawn. Never the default.
+A draft is taken when p(x) > min(eps, alpha * exp(-H)), H the entropy of p in nats and p what the target would sample
+from: after penalties, biases, temperature and truncation, with the draft's own path as history. **Lossy**: drafts are
+preferred to what the target would have drawn, so the output does not follow its distribution. Never the default.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +44,8 @@ def typical(
     Of paths that are equally long the one with the highest probability is taken, then the earlier one. At
     temperature 0 only the best token is plausible, so the rule is ``match``.
     """
-    path = _longest(tree, row_of, sampler, position, limit, (eps, alpha))
-    following = dict(zip(path, path[1:], strict=False))
+    path = _longest(tree, row_of, sampler, position, eps, alpha)
+    following = dict(pairwise(path))
 
     def choose(node: int, row: NDArray[np.float32], place: int) -> tuple[int, int | None]:
         child = following.get(node)
@@ -53,9 +54,7 @@ def typical(
     return walk(choose, row_of, sampler, position, limit, stop)
 
 
-def _longest(
-    tree: Tree, row_of: RowOf, sampler: Sampler, position: int, limit: int | None, setting: tuple[float, float]
-) -> list[int]:
+def _longest(tree: Tree, row_of: RowOf, sampler: Sampler, position: int, eps: float, alpha: float) -> list[int]:
     """The path to take, found depth first; the sampler's history is as before at the end."""
     children: list[list[int]] = [[] for _ in range(len(tree))]
     for node, parent in enumerate(tree.parents.tolist()):
@@ -69,10 +68,10 @@ def _longest(
         if (len(path), score) > (len(best), best_score):
             best, best_score = path, score
         node = path[-1]
-        if not children[node] or len(path) == limit:  # the last token that may be emitted is the target's own
+        if not children[node]:
             return
         p = sampler.probs(row_of(node), position + len(path))
-        least = threshold(p, *setting)
+        least = threshold(p, eps, alpha)
         for child in children[node]:
             token = tokens[child]
             if p[token] > least:

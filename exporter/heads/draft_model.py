@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,15 +19,18 @@ from specexport.exporter.config import TargetConfig, read_config
 from specexport.exporter.graph_file import DTYPES
 from specexport.exporter.heads.merged import target_view
 from specexport.exporter.tokenizer import collect_tokenizer
-from specexport.runtime.drafters.model import ModelDrafter, ModelOptions
+from specexport.runtime.detokenize import byte_level_bytes
+from specexport.runtime.drafters.model import ModelDrafter
+from specexport.runtime.drafters.model_files import ModelOptions
 from specexport.runtime.errors import CheckpointError
 from specexport.runtime.manifest import DrafterInfo
 
 #: Least share of the smaller vocabulary that both models must have.
 MIN_COVERAGE = 0.5
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
-#: Token id -> text and whether it is a special (control) token.
-Tokens = dict[int, tuple[str, bool]]
+#: Token id -> the bytes it stands for, and whether it is a special (control) token.
+Tokens = dict[int, tuple[bytes, bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +86,7 @@ def read_draft_model(
             "decoding is plain"
         )
     mine = collect_tokenizer(checkpoint, tokenizer).tokenizer_json
-    count, table, more = match_vocabularies(_tokens(mine), _tokens(target_tokenizer), source)
+    count, table, more = match_vocabularies(read_tokens(mine), read_tokens(target_tokenizer), source)
     return DraftModel(
         checkpoint=checkpoint,
         config=config,
@@ -104,6 +112,7 @@ def match_vocabularies(draft: Tokens, target: Tokens, source: str) -> tuple[int,
     if not differing:
         pairs = {index: index for index in both}
     else:
+        # Of two ids with one meaning (a letter and its byte) the later is the one that tokenizers give.
         ids = {token: index for index, token in target.items()}
         pairs = {index: ids[token] for index, token in draft.items() if token in ids}
     smaller = min(len(draft), len(target))
@@ -120,18 +129,44 @@ def match_vocabularies(draft: Tokens, target: Tokens, source: str) -> tuple[int,
         return 1 + max(pairs), None, warnings
     index = differing[0]
     warnings.append(
-        f"the tokenizers differ (id {index} is {draft[index][0]!r} for the draft model, {target[index][0]!r} for the "
-        f"target): {len(pairs)} tokens are matched by their text"
+        f"the tokenizers differ (id {index} is {_shown(draft[index])} for the draft model, {_shown(target[index])} for "
+        f"the target): {len(pairs)} tokens are matched by their text"
     )
     table = np.full(1 + max(pairs), -1, np.int32)
     table[list(pairs)] = list(pairs.values())
     return len(table), table, warnings
 
 
-def _tokens(data: bytes) -> Tokens:
-    tokenizer = Tokenizer.from_buffer(data)
-    special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    return {index: (text, index in special) for text, index in tokenizer.get_vocab(with_added_tokens=True).items()}
+def _shown(token: tuple[bytes, bool]) -> str:
+    return repr(token[0].decode(errors="replace"))
+
+
+def read_tokens(tokenizer_json: bytes) -> Tokens:
+    """The tokens of a tokenizer, however it spells bytes and spaces: ``Ġthe`` and ``▁the`` are one."""
+    tokenizer = Tokenizer.from_buffer(tokenizer_json)
+    special = {index: token.special for index, token in tokenizer.get_added_tokens_decoder().items()}
+    meaning = _meaning(json.loads(tokenizer_json).get("decoder"))
+    return {
+        index: (text.encode() if index in special else meaning(text), special.get(index, False))
+        for text, index in sorted(tokenizer.get_vocab(with_added_tokens=True).items(), key=itemgetter(1))
+    }
+
+
+def _meaning(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
+    """How a decoder turns an ordinary token into bytes."""
+    parts = [] if decoder is None else decoder.get("decoders", [decoder])
+    kinds = {part["type"] for part in parts}
+    if "ByteLevel" in kinds:
+        return byte_level_bytes
+    spaces = "Metaspace" in kinds or any(part.get("pattern") == {"String": "▁"} for part in parts)
+    fallback = "ByteFallback" in kinds
+
+    def meaning(text: str) -> bytes:
+        if fallback and (match := _BYTE.fullmatch(text)):
+            return bytes([int(match[1], 16)])
+        return (text.replace("▁", " ") if spaces else text).encode()
+
+    return meaning
 
 
 def write_record(draft: DraftModel, graph: Path, depth: int, dtype: str) -> DrafterInfo:

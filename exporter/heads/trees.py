@@ -7,7 +7,6 @@ continuation of the root's best. Paths are facts of the methods they come from, 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 
@@ -125,4 +124,4 @@ def read_tree(name: str) -> tuple[Path, ...]:
 
 
 def _is_path(ranks: object) -> bool:
-    return isinstance(ranks, Sequence) and all(type(rank) is int for rank in ranks)
+    return isinstance(ranks, list) and all(type(rank) is int for rank in ranks)

@@ -8,7 +8,8 @@ from typing import Any
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.drafters.base import Drafter, DraftRequest, Observation
 from specexport.runtime.drafters.medusa import MedusaDrafter
-from specexport.runtime.drafters.model import ModelDrafter, open_model
+from specexport.runtime.drafters.model import ModelDrafter
+from specexport.runtime.drafters.model_files import open_model
 from specexport.runtime.drafters.ngram import NgramDrafter
 from specexport.runtime.drafters.recurrent import RecurrentDrafter
 from specexport.runtime.drafters.recycling import RecyclingDrafter

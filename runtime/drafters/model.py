@@ -1,5 +1,8 @@
-"""A draft model: a second, smaller target of the bundle that writes ahead greedily (Leviathan et al. 2023, arXiv
-2211.17192; Chen et al. 2023, arXiv 2302.01318).
+"""A draft model: a second, smaller target of the bundle that writes ahead (Leviathan et al. 2023, arXiv 2211.17192).
+
+It picks as the target does, with the same penalties, temperature and truncation and with the same noise (Gumbel
+coupling, :mod:`specexport.runtime.rules`): a draft model that were the target would always be right, whatever the
+temperature. Only drafts depend on that.
 
 Its cache holds the committed sequence and, behind it, what it drafted last. Accepted drafts are rows that are valid
 already; rejected ones are forgotten by counting fewer rows. So a step costs one call a draft, and none of a prompt's
@@ -13,62 +16,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specexport.runtime.bundle import Bundle
 from specexport.runtime.cache import common_prefix
 from specexport.runtime.drafters.base import DraftRequest, Observation
 from specexport.runtime.engine import TargetEngine
-from specexport.runtime.errors import BundleError
-from specexport.runtime.manifest import DrafterInfo
+from specexport.runtime.errors import SpecExportError
+from specexport.runtime.sampling import Sampler, SamplingParams
 from specexport.runtime.tree import Tree
 
 _LOG = logging.getLogger(__name__)
 _NOTHING = np.zeros(0, np.int64)
-#: Longest draft that a manifest may ask for.
-MAX_DEPTH = 256
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
-    """Options of a :class:`~specexport.runtime.manifest.DrafterInfo` of kind ``model``.
-
-    Attributes:
-        depth: most tokens of a draft. slots: cache rows, its context. vocab_size: width of a row of its logits.
-        valid_vocab: ids below it are drafted; without ``vocabulary`` they are the target's own ids.
-        vocabulary: file of the table of ids: little-endian int32 [valid_vocab], the target's id or -1 for none.
-        architecture, source, revision, fingerprint: where it came from. cache_bytes: size of its caches.
-    """
-
-    depth: int
-    slots: int
-    vocab_size: int
-    valid_vocab: int
-    vocabulary: str | None
-    architecture: str
-    source: str
-    revision: str | None
-    fingerprint: str
-    cache_bytes: int
-
-    def __post_init__(self) -> None:
-        bounds = {"depth": MAX_DEPTH, "slots": 1 << 24, "vocab_size": 1 << 24, "valid_vocab": self.vocab_size}
-        for name, high in bounds.items():
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= high:
-                raise BundleError(f"draft model: {name} is {value!r}, expected an integer from 1 to {high}")
 
 
 class ModelDrafter:
-    """Proposes a chain of greedy tokens.
+    """Proposes a chain of tokens; a :class:`~specexport.runtime.rules.SampledDrafter`.
 
     Args:
         engine: the draft model, whose caches are this drafter's alone.
         to_target: int64 [n], the target's id of each id that may be drafted, -1 for none.
-        target_vocab: ids of the target are below it.
+        vocab_size: width of the target's logits.
         depth: most tokens of a draft. prefill_chunk: most tokens in one call.
     """
 
@@ -78,22 +47,28 @@ class ModelDrafter:
         self,
         engine: TargetEngine,
         to_target: NDArray[np.int64],
-        target_vocab: int,
+        vocab_size: int,
         *,
         depth: int,
         prefill_chunk: int = 256,
         name: str = kind,
     ) -> None:
-        self.name = name
+        self.name, self._engine, self._depth = name, engine, depth
         #: Widest useful tree, the root included.
         self.max_nodes = depth + 1
-        self._engine, self._depth = engine, depth
         self._to_target = to_target
         shared = np.flatnonzero(to_target >= 0)
-        self._to_draft = np.full(target_vocab, -1, np.int64)
+        self._to_draft = np.full(vocab_size, -1, np.int64)
         self._to_draft[to_target[shared]] = shared
+        # Columns of the target's rows, and those of the draft model's with the same tokens.
+        self._columns: tuple[slice, slice] | tuple[NDArray[np.int64], NDArray[np.int64]] = to_target[shared], shared
+        if np.array_equal(to_target, np.arange(len(to_target))):
+            self._columns = slice(len(to_target)), slice(len(to_target))
+        self._sampler = Sampler(SamplingParams(), vocab_size)
+        self._position = 0  # of the token after the sequence
         self._causal = np.tri(min(prefill_chunk, engine.slots), dtype=bool)
-        # All ids below are the draft model's. The first _rows of _known + _chain are in its cache.
+        self._logits: list[NDArray[np.float32]] = []  # what each token of the chain was picked from, as a target's row
+        # Ids of the draft model. The first _rows of _known + _chain are in its cache.
         self._rows = 0
         self._known: list[int] = []  # the sequence, the root included
         self._chain: list[int] = []  # what follows it, as far as drafted since it last grew
@@ -101,11 +76,18 @@ class ModelDrafter:
         self._ended = False  # by a token that the target does not have
         self._warned = False
 
+    def begin_sampling(self, params: SamplingParams) -> None:
+        """See :meth:`specexport.runtime.rules.SampledDrafter.begin_sampling`."""
+        self._sampler = Sampler(params, len(self._to_draft))
+
     def begin(self, tokens: Sequence[int], first: int) -> None:
         """Prefill the prompt, except what it shares with the cache."""
         known = self._translated([*tokens, first])
         shared = common_prefix((self._known + self._chain)[: self._rows], known[:-1])
         self._restart(known, shared)
+        self._sampler.begin(tokens)
+        self._sampler.push(first)
+        self._position = len(tokens) + 1
         self._warned = False
         if self._room > 0 and len(known) > shared + 1:
             self._append(known[shared:-1])
@@ -113,29 +95,30 @@ class ModelDrafter:
     def observe(self, observation: Observation) -> None:
         """Keep the rows of the drafts that came true."""
         emitted = self._translated(observation.emitted)
-        kept = len(self._known) + common_prefix(self._chain, emitted)
-        known = self._known + emitted
+        kept, known = len(self._known) + common_prefix(self._chain, emitted), self._known + emitted
+        self._unpick(0)
+        for token in observation.emitted:
+            self._sampler.push(token)
+        self._position += len(observation.emitted)
         # The root's row is computed again in any case: its logits are needed.
         self._restart(known, max(0, min(self._rows, kept, len(known) - 1)))
 
     def propose(self, request: DraftRequest) -> Tree:
         """The root and what the draft model writes after it; the root alone past its context."""
         wanted = min(request.max_nodes - 1, request.max_depth, self._depth)
-        if self._room < 1 and wanted > 0 and not self._warned:
-            self._warned = True
-            _LOG.warning("%s: past its context of %d tokens, decoding plainly", self.name, self._engine.slots)
-        if not self._known or self._to_draft[request.root] < 0:
+        if self._room < 1 and wanted > 0:
+            self._warn(f"past its context of {self._engine.slots} tokens, decoding plainly")
+        if self._to_draft[request.root] < 0:
             return Tree.chain([request.root])
         wanted = min(wanted, self._room)
         while len(self._chain) < wanted and not self._ended:
             beyond = self._rows - len(self._known)
             self._extend(self._append(self._known[self._rows :] if beyond < 0 else self._chain[beyond:]))
         length = max(0, min(wanted, len(self._chain)))
-        return Tree(
-            np.array([request.root, *self._to_target[self._chain[:length]]], np.int64),
-            np.arange(-1, length, dtype=np.int64),
-            np.array([0.0, *self._scores[:length]], np.float32),
-        )
+        tokens = np.array([request.root, *self._to_target[self._chain[:length]]], np.int64)
+        scores = np.array([0.0, *self._scores[:length]], np.float32)
+        probs = self._draft_probs if self._sampler.params.temperature > 0 else None
+        return Tree(tokens, np.arange(-1, length, dtype=np.int64), scores, probs)
 
     @property
     def _room(self) -> int:
@@ -144,9 +127,21 @@ class ModelDrafter:
 
     def _translated(self, tokens: Iterable[int]) -> list[int]:
         """Ids of the draft model, without the tokens that it does not have."""
-        ids = self._to_draft[np.fromiter(tokens, np.int64)]
-        found: list[int] = ids[ids >= 0].tolist()
-        return found
+        ids: list[int] = self._to_draft[np.fromiter(tokens, np.int64)].tolist()
+        return [draft for draft in ids if draft >= 0]
+
+    def _draft_probs(self, node: int) -> NDArray[np.float64]:
+        """See :attr:`specexport.runtime.tree.Tree.draft_probs`; the sampler's history is set back to the node's."""
+        self._unpick(node)
+        probs = self._sampler.probs(self._logits[node], self._position + node)
+        for draft in self._chain[node:]:
+            self._sampler.push(int(self._to_target[draft]))
+        return probs
+
+    def _unpick(self, kept: int) -> None:
+        """Take all but ``kept`` tokens of the chain out of the sampler's history."""
+        for draft in reversed(self._chain[kept:]):
+            self._sampler.pop(int(self._to_target[draft]))
 
     def _restart(self, known: list[int], rows: int) -> None:
         self._known, self._rows = known, rows
@@ -157,57 +152,35 @@ class ModelDrafter:
         for first in range(0, len(tokens), len(self._causal)):
             part = np.array(tokens[first : first + len(self._causal)], np.int64)
             size, past = len(part), self._rows
-            mask = np.ascontiguousarray(self._causal[:size, :size])
-            last = np.array([size - 1], np.int64)
+            mask, last = np.ascontiguousarray(self._causal[:size, :size]), np.array([size - 1])
             logits = self._engine.run(part, np.arange(past, past + size), mask, past, past, _NOTHING, last)
             self._rows += size
         return logits
 
     def _extend(self, logits: NDArray[np.float32]) -> None:
-        """Put the best token behind the chain, if the target has it."""
-        row = logits[0, : len(self._to_target)]
-        best = int(row.argmax())
-        if self._to_target[best] < 0:
+        """Pick a token from logits [1, V] and put it behind the chain; end it if the likeliest is not the target's."""
+        place = len(self._chain)
+        if self._to_target[logits[0, : len(self._to_target)].argmax()] < 0:
             self._ended = True
             return
-        above = self._scores[-1] if self._scores else 0.0
-        self._chain.append(best)
-        self._scores.append(above - float(np.log(np.exp(row - row[best]).sum())))
+        if place == len(self._logits):
+            self._logits.append(np.full(len(self._to_draft), -np.inf, np.float32))
+        theirs, ours = self._columns
+        row, values = self._logits[place], logits[0, ours]
+        row[theirs] = values
+        try:
+            token = self._sampler.pick(row, self._position + place)
+        except SpecExportError as error:  # logits that are no numbers; the target may fare better
+            self._warn(f"no draft, {error}")
+            self._ended = True
+            return
+        self._sampler.push(token)
+        self._chain.append(int(self._to_draft[token]))
+        above, top = self._scores[-1] if place else 0.0, values.max()
+        self._scores.append(above + float(row[token] - top - np.log(np.exp(values - top).sum())))
 
-
-def open_model(info: DrafterInfo, bundle: Bundle, engine: TargetEngine) -> ModelDrafter:
-    """The draft model of a bundle, on the target's device.
-
-    Raises:
-        BundleError: options that are missing or out of bounds, or files that disagree with them.
-        TypeError: options that are missing or unknown.
-    """
-    options = ModelOptions(**info.options)  # type: ignore[arg-type]
-    target = bundle.manifest.target
-    model = engine.open_target(str(info.graph))
-    if (model.vocab_size, model.slots) != (options.vocab_size, options.slots):
-        raise BundleError(
-            f"{info.graph} has vocabulary {model.vocab_size} and {model.slots} cache rows, expected "
-            f"{options.vocab_size} and {options.slots} by the manifest: build the bundle again"
-        )
-    return ModelDrafter(
-        model,
-        _vocabulary(bundle, options),
-        target.valid_vocab,
-        depth=options.depth,
-        prefill_chunk=target.prefill_chunk,
-        name=info.name,
-    )
-
-
-def _vocabulary(bundle: Bundle, options: ModelOptions) -> NDArray[np.int64]:
-    count, ids = options.valid_vocab, bundle.manifest.target.valid_vocab
-    if options.vocabulary is None:
-        return np.arange(min(count, ids), dtype=np.int64)
-    path = bundle.file(str(options.vocabulary))
-    if (size := bundle.manifest.files[str(options.vocabulary)].bytes) != 4 * count:
-        raise BundleError(f"{options.vocabulary} has {size} bytes, expected 4 for each of {count} ids")
-    table = np.frombuffer(path.read_bytes(), "<i4").astype(np.int64)
-    if len(table) != count or table.min() < -1 or table.max() >= ids:
-        raise BundleError(f"{options.vocabulary} is damaged: expected ids from -1 to {ids - 1}")
-    return table
+    def _warn(self, message: str) -> None:
+        """Say something once a prompt."""
+        if not self._warned:
+            _LOG.warning("%s: %s", self.name, message)
+        self._warned = True

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from specexport.runtime import contract
 from specexport.runtime.drafters.base import DraftRequest, Observation
-from specexport.runtime.drafters.paths import Path
+from specexport.runtime.drafters.paths import Path, template
 from specexport.runtime.engine import Graph
 from specexport.runtime.errors import BundleError, UsageError
 from specexport.runtime.tree import Tree
@@ -27,14 +27,15 @@ CHUNK = 256
 
 
 class RecurrentDrafter:
-    """Proposes a dynamic tree from the features of everything committed so far.
+    """Proposes a tree from the features of everything committed so far.
 
     Args:
         graph: see ``exporter.heads.export``. nodes: drafted nodes of its tree. depth: of its deepest node.
         slots: rows of its cache. max_positions: context the head was trained for; past either, nothing is proposed.
+        tree: rank paths of the static tree that the graph grows; None where it grows a dynamic one.
 
     Raises:
-        UsageError: a static tree, which needs another graph.
+        UsageError: a static tree of another size.
     """
 
     def __init__(
@@ -48,9 +49,8 @@ class RecurrentDrafter:
         tree: Sequence[Path] | None = None,
         name: str = "eagle3",
     ) -> None:
-        if tree is not None:
-            raise UsageError(f"drafter {name} grows its own tree: a static one is for Medusa heads")
         self.name = name
+        self._parents = None if tree is None else self._fixed(tree, nodes, depth)
         #: Widest useful tree, the root included.
         self.max_nodes = nodes + 1
         self._graph, self._limit = graph, min(slots, max_positions)
@@ -121,7 +121,16 @@ class RecurrentDrafter:
         self._features = [features[count:]] if self._tokens else []
         return outputs
 
+    def _fixed(self, tree: Sequence[Path], nodes: int, depth: int) -> NDArray[np.int64]:
+        """Parents of a static tree's nodes."""
+        fixed = template(tree, depth, 1 + max((rank for path in tree for rank in path), default=0))
+        if len(fixed) != nodes:
+            raise UsageError(f"drafter {self.name} drafts {nodes} nodes, its static tree has {len(fixed)}")
+        return np.array([parent for parent, _, _ in fixed])
+
     def _tree(self, outputs: dict[str, NDArray[Any]], root: int) -> Tree:
+        if self._parents is not None and not np.array_equal(outputs[contract.DRAFT_PARENTS], self._parents):
+            raise BundleError(f"drafter {self.name}: its graph grows another tree than the manifest says")
         return Tree(
             np.concatenate([[root], outputs[contract.DRAFT_TOKENS]]),
             np.concatenate([[-1], outputs[contract.DRAFT_PARENTS]]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specexport.exporter.heads.build import DraftOptions
+from specexport.exporter.heads.trees import TREES
 from specexport.exporter.pipeline import BuildOptions, build
 from specexport.exporter.progress import Progress
 from specexport.runtime import Bundle, SamplingParams, Session
@@ -22,6 +24,8 @@ from tests.exporter.heads.writers import TARGET_CONFIG, Random, Tiny, V, every, 
 from tests.tiny import write_checkpoint
 
 WINDOW = 64
+#: What a head may have been trained for.
+SHORT = 40
 DRAFT = DraftOptions(depth=3, topk=4, nodes=9)
 PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -41,7 +45,7 @@ def write_words(directory: Path) -> None:
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
 
 
-def build_bundle(tiny: Tiny, folder: Path) -> Bundle:
+def build_bundle(tiny: Tiny, folder: Path, draft: DraftOptions = DRAFT) -> Bundle:
     heads = tiny.write(folder / "heads")
     target = heads if heads.is_dir() else heads.parent
     if tiny.others:
@@ -51,7 +55,7 @@ def build_bundle(tiny: Tiny, folder: Path) -> Bundle:
         write_checkpoint(target, TARGET_CONFIG, llama_tensors(Random(1)))
         write_words(target)
     options = BuildOptions(
-        source=str(target), output=folder / "bundle", window=WINDOW, prefill_chunk=8, heads=str(heads), draft=DRAFT
+        source=str(target), output=folder / "bundle", window=WINDOW, prefill_chunk=8, heads=str(heads), draft=draft
     )
     return build(options, Progress(quiet=True)).bundle
 
@@ -107,3 +111,37 @@ def test_a_dialect_builds_and_changes_no_token(case: str, tmp_path: Path) -> Non
     check_tokens(bundle, engine)
     if record.method != "medusa":
         check_cache(bundle, engine)
+
+
+@pytest.mark.parametrize(
+    ("case", "tree"),
+    [
+        ("eagle1", TREES["eagle"]),
+        pytest.param("medusa_safetensors", ((0,), (9,), (0, 0), (9, 3)), marks=pytest.mark.slow),
+    ],
+)
+def test_a_static_tree_changes_no_token(
+    case: str, tree: tuple[tuple[int, ...], ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tree decides how many candidates there are: the options for dynamic ones do not matter.
+
+    Fault: a head that was trained for less context than the target has. Past it, decoding is plain.
+    """
+    tiny = CASES[case]
+    if tiny.config is not None:
+        tiny = replace(tiny, config=tiny.config | {"max_position_embeddings": SHORT})
+    bundle = build_bundle(tiny, tmp_path, DraftOptions(tree=tree, depth=1, topk=1, nodes=1))
+    engine = find_engine(bundle.manifest.engine)(bundle.path, threads=1)
+    info = next(info for info in bundle.manifest.drafters if info.name == bundle.manifest.drafter)
+    assert info.tree == tree
+    check_tokens(bundle, engine)
+    if tiny.config is not None:
+        assert info.options["max_positions"] == SHORT < WINDOW
+        assert f"past its context of {SHORT} tokens, decoding plainly" in caplog.text
+    session = Session(bundle, engine=engine)
+    session.generate([3, 1, 4, 1, 5], SamplingParams(max_tokens=4))
+    drafter = session._decoder.drafter
+    assert drafter is not None
+    drafted = drafter.propose(DraftRequest(root=11, max_nodes=64, max_depth=9))
+    assert len(drafted) == len(tree) + 1
+    assert drafted.depths().max() == max(map(len, tree))

@@ -16,6 +16,7 @@ import pytest
 
 from specexport.exporter import cli, cli_run, demo
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.rules import RULES
 from specexport.runtime.session import Result
 from specexport.runtime.statistics import RunStatistics
 
@@ -27,6 +28,23 @@ def test_options_name_sampling_parameters() -> None:
     from specexport.runtime.sampling import SamplingParams
 
     assert {field.name for field in fields(SamplingParams)} == {name for name, *_ in cli_run.SAMPLING} | {"logit_bias"}
+
+
+def test_lossy_acceptance_says_so(tiny_bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", str(tiny_bundle.path), "hi", "--temperature", "1", "--max-tokens", "8"]
+    for name, lossy in (("match", False), ("typical", True)):
+        assert cli.main([*words, "--acceptance", name, "--json"]) == 0
+        shown = capsys.readouterr()
+        record = json.loads(shown.out)
+        assert (record["acceptance"], record["lossy"], shown.err) == (name, lossy, "")
+        assert cli.main([*words, "--acceptance", name]) == 0
+        note = "note: typical acceptance is lossy: this is not the model's own output\n"
+        assert capsys.readouterr().err == (note if lossy else "")
+
+
+def test_acceptance_choices_are_the_rules() -> None:
+    option = next(each for each in cli_run.run.params if each.name == "acceptance")
+    assert list(option.type.choices) == list(RULES) and option.default == "match"  # type: ignore[attr-defined]
 
 
 @pytest.mark.e2e
@@ -94,6 +112,9 @@ def test_demo_fails_when_tokens_differ(monkeypatch: pytest.MonkeyPatch, capsys: 
         (["hi", "--logit-bias", "300=1"], 2, "token id 300 is outside the vocabulary"),
         (["hi", "--stop", ""], 2, "a stop string must have 1 to 1024 characters"),
         (["hi", "--drafter", "oracle"], 2, "unknown drafter 'oracle'"),
+        (["hi", "--acceptance", "lucky"], 2, "'lucky' is not one of 'match', 'rejection', 'typical'"),
+        (["hi", "--acceptance", "rejection"], 2, "needs drafts drawn at random, but drafter 'suffix' does not draw"),
+        (["hi", "--acceptance", "typical", "--no-spec"], 2, "judges drafts, but drafter 'none' proposes none"),
         (["hi", "--engine", "abacus"], 2, "unknown engine 'abacus'"),
         (["hi", *(word for token in range(300) for word in ("--logit-bias", f"{token}=-inf"))], 1, "bans all"),
     ],

@@ -40,6 +40,23 @@ def test_vectors(vector: dict[str, str | int | float]) -> None:
     assert gumbel.gumbel(seed, position, np.array([token]))[0] == pytest.approx(vector["gumbel"], rel=1e-12, abs=1e-12)
 
 
+def test_uniforms_are_counters_above_every_token() -> None:
+    for seed, position, number in ((0, 0, 0), (7, 3, 1), (2**64 - 1, 10**9, 2**31)):
+        value = gumbel.uniform(gumbel.position_key(seed, position), number)
+        assert value == (scalar_bits(seed, position, 2**32 + number) + 0.5) * 2.0**-52
+        assert 0 < value < 1
+
+
+def test_uniforms_are_uniform_and_apart_from_the_noise() -> None:
+    key = gumbel.position_key(5, 6)
+    values = np.array([gumbel.uniform(key, number) for number in range(20_000)])
+    counts = np.bincount((values * 50).astype(int), minlength=50)
+    assert ((counts - 400) ** 2 / 400).sum() < 49 + 5 * 98**0.5
+    own = gumbel.gumbel(5, 6, np.arange(20_000))
+    assert abs(np.corrcoef(values, own)[0, 1]) < 5 / 20_000**0.5
+    assert abs(np.corrcoef(values[1:], values[:-1])[0, 1]) < 5 / 20_000**0.5
+
+
 def test_noise_against_the_definition() -> None:
     bits = np.array([0, 1, 12345, 2**51, 2**52 - 2, 2**52 - 1], np.uint64)
     expected = [-math.log(-math.log((int(k) + 0.5) * 2.0**-52)) for k in bits]

@@ -127,16 +127,47 @@ def test_agrees_with_the_reference(seed: int) -> None:
         history = {"prompt": prompt, "output": output, "valid": valid, "stops": stops}
         expected, margin = reference_pick(row, params, position, **history)
         if expected is None:
-            with pytest.raises(SpecExportError):
-                sampler.pick(row, position)
+            for ask in (sampler.pick, sampler.probs):
+                with pytest.raises(SpecExportError, match=f"position {position}"):
+                    ask(row, position)
             continue
         if margin < 1e-12:  # top_p's cut hangs on the last bit of a sum
             continue
         compared += 1
         assert sampler.pick(row, position) == expected, (params, vocab, position)
         assert sampler.pick(row, position) == expected
+        kept, _ = reference_kept(row, params, **history)
+        chances = np.zeros(vocab)
+        chances[[token for token, _ in kept]] = np.exp([d for _, d in kept])
+        np.testing.assert_allclose(sampler.probs(row, position), chances / chances.sum(), rtol=1e-12, atol=1e-300)
         np.testing.assert_array_equal(row, before)
     assert compared > 250
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_popped_was_never_pushed(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    params = SamplingParams(
+        temperature=1.0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, min_tokens=4
+    )
+    vocab = int(rng.choice([6, 300]))
+    row = rng.standard_normal(vocab).astype(np.float32)
+    sampler = Sampler(params, vocab, stop_ids=[2])
+    prompt = rng.integers(0, vocab, 5).tolist()
+    sampler.begin(prompt)
+    history: list[int] = []
+    for _ in range(400):
+        if history and rng.random() < 0.45:
+            sampler.pop(history.pop())
+        else:
+            history.append(int(rng.integers(0, vocab)))
+            sampler.push(history[-1])
+        if rng.random() < 0.1:
+            fresh = Sampler(params, vocab, stop_ids=[2])
+            fresh.begin(prompt)
+            for token in history:
+                fresh.push(token)
+            np.testing.assert_array_equal(sampler.probs(row, 0), fresh.probs(row, 0))
 
 
 @pytest.mark.parametrize("scale", [0.5, 2.0, 6.0])

@@ -249,6 +249,21 @@ class TestSettings:
         with pytest.raises(UsageError, match="'eagle': expected one of none, quick, suffix, ngram, recycling"):
             make_session(drafter="eagle")
 
+    def test_the_rule_is_named_in_what_comes_out(self, make_session: MakeSession) -> None:
+        params = SamplingParams(temperature=1.5, max_tokens=60)
+        for name, lossy in (("match", False), ("typical", True)):
+            figures = make_session(acceptance=name).generate("tell me a tale", params).as_dict()
+            assert (figures["acceptance"], figures["lossy"]) == (name, lossy)
+        assert make_session().generate("once").as_dict()["acceptance"] == "match"
+
+    def test_a_rule_that_cannot_judge_the_drafter(self, make_session: MakeSession) -> None:
+        with pytest.raises(UsageError, match="unknown acceptance 'lucky': expected one of match, rejection, typical"):
+            make_session(acceptance="lucky")
+        with pytest.raises(UsageError, match=r"acceptance 'rejection' needs drafts drawn at random.*'suffix'"):
+            make_session(acceptance="rejection")
+        with pytest.raises(UsageError, match="drafter 'none' proposes none"):
+            make_session(acceptance="typical", drafter="none")
+
     def test_an_unknown_engine_is_refused(self, make_session: MakeSession) -> None:
         with pytest.raises(UsageError, match="unknown engine 'abacus'"):
             make_session(engine="abacus")
