@@ -107,6 +107,8 @@ def test_a_draft_model_is_read_with_its_own_context(tmp_path: Path) -> None:
     assert read.vocabulary is not None and read.vocabulary[:12].tolist() == [0, 1, 2, 3, *range(VOCAB - 7, VOCAB), 4]
     (warning,) = read.warnings
     assert "tokenizers differ" in warning
+    other = read_draft_model(str(draft), tokenizer, slots=16, depth=5, tokenizer=target)
+    assert (other.vocabulary, other.warnings) == (None, ())
 
 
 @pytest.mark.parametrize(
