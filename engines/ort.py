@@ -8,7 +8,8 @@ commit graph for the steps in which accepted rows have to move.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,11 +102,18 @@ def _check_target(session: ort.InferenceSession, path: Path, step_inputs: Iterab
 
 
 def _run(session: ort.InferenceSession, binding: ort.IOBinding) -> None:
-    try:
+    with _one_line():
         session.run_with_iobinding(binding)
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Turn what onnxruntime raises in a call into an error of ours."""
+    try:
+        yield
     except Exception as error:  # see _open
         reason = (str(error).splitlines() or ["no reason given"])[0]
-        raise SpecExportError(f"onnxruntime {ort.__version__} failed in a call of the target: {reason}") from error
+        raise SpecExportError(f"onnxruntime {ort.__version__} failed in a call of a graph: {reason}") from error
 
 
 class _Caches:
@@ -173,7 +181,8 @@ class OrtGraph:
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """See :meth:`specexport.runtime.engine.Graph.run`."""
         if not self._caches.values:
-            return dict(zip(self._names, self._session.run(None, dict(inputs)), strict=True))
+            with _one_line():
+                return dict(zip(self._names, self._session.run(None, dict(inputs)), strict=True))
         binding = self._session.io_binding()
         held = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
         for name, array in held.items():
@@ -181,7 +190,7 @@ class OrtGraph:
         for name in self._names:
             binding.bind_output(name)
         self._caches.bind(binding)
-        self._session.run_with_iobinding(binding)
+        _run(self._session, binding)
         results = binding.get_outputs()[: len(self._names)]
         return {name: value.numpy() for name, value in zip(self._names, results, strict=True)}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import click
 from specexport.exporter.cli import echo_json, threads_option
 from specexport.exporter.cli_inspect import echo_table, size
 from specexport.exporter.doctor import require_export
+from specexport.exporter.heads.trees import TREES, read_tree
 from specexport.exporter.progress import Progress
 from specexport.runtime.drafters import DRAFTERS, NO_DRAFTER
 from specexport.runtime.manifest import DTYPES
@@ -22,19 +22,6 @@ def feature_list(value: str) -> tuple[int | str, ...]:
     if not all(part.isdecimal() or part == "final" for part in parts):
         raise click.BadParameter(f"{value!r} is not a list of layers such as 2,15,27 or 8,final")
     return tuple(part if part == "final" else int(part) for part in parts)
-
-
-def rank_paths(path: str) -> tuple[tuple[int, ...], ...]:
-    """A static tree from a JSON file: a list of paths, each a list of ranks from the root's child down."""
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise click.BadParameter(f"{path!r} is not a readable JSON file: {error}") from None
-    if not isinstance(value, list) or not all(
-        isinstance(ranks, list) and all(type(rank) is int for rank in ranks) for ranks in value
-    ):
-        raise click.BadParameter(f"{path!r} holds no list of rank paths such as [[0], [1], [0, 0]]")
-    return tuple(tuple(ranks) for ranks in value)
 
 
 @click.command
@@ -74,7 +61,12 @@ def rank_paths(path: str) -> tuple[tuple[int, ...], ...]:
 @click.option("--draft-model", metavar="MODEL", help="Model to draft with: a directory, a hub id or a GGUF file.")
 @click.option("--draft-revision", help="Branch, tag or commit of a hub draft model.")
 @click.option("--draft-tokenizer", type=click.Path(path_type=Path), help="As --tokenizer, for the draft model.")
-@click.option("--tree", type=rank_paths, metavar="FILE", help="Static tree of Medusa heads: JSON list of rank paths.")
+@click.option(
+    "--tree",
+    type=read_tree,
+    metavar="NAME|FILE",
+    help=f"Static tree of drafts: {', '.join(TREES)}, or a JSON list of rank paths. [default: grown each step]",
+)
 @click.option(
     "--draft-depth",
     "depth",

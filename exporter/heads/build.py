@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from specexport.exporter.config import TargetConfig
 from specexport.exporter.heads.base import Head
 from specexport.exporter.heads.detect import open_head
 from specexport.exporter.heads.export import export_medusa, export_recurrent
-from specexport.exporter.heads.pairing import check_pair
+from specexport.exporter.heads.pairing import check_pair, fit_record
 from specexport.exporter.heads.record import MedusaRecord
 from specexport.exporter.heads.trees import DynamicTree, StaticTree
 from specexport.runtime.drafters.paths import Path as RankPath
@@ -51,7 +51,7 @@ def read_head(
     """
     head = open_head(source, target=config, offline=offline)
     warnings = check_pair(head.record, config, head.tokenizer(), target_tokenizer, target_source=target_source)
-    return head, [*head.warnings, *warnings]
+    return replace(head, record=fit_record(head.record, config)), [*head.warnings, *warnings]
 
 
 def check_draft(head: Head, draft: DraftOptions) -> None:

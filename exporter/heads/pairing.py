@@ -61,7 +61,7 @@ def fit_record(record: HeadRecord, target: TargetConfig) -> HeadRecord:
     A head may say 151936 where the target has 152064 rows: harmless padding, but a shared table has one size.
     """
     if isinstance(record, MedusaRecord):
-        return record
+        return replace(record, vocab_size=target.vocab_size) if record.lm_head == "target" else record
     if record.embedding == "target":
         record = replace(record, vocab_size=target.vocab_size)
     if record.lm_head == "target":

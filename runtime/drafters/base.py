@@ -74,7 +74,8 @@ class FeatureDrafter(Drafter, Protocol):
         """Tokens that have just been committed, with the target's features of each.
 
         Called after every target call: for each prompt chunk before ``begin``, then for the accepted path of each step
-        before ``observe``. A ``first`` below what was absorbed so far discards the rest (a new prompt shares a prefix).
+        before ``observe``. A ``first`` below what was absorbed so far discards the rest (a new prompt shares a prefix);
+        the last shared token then comes again, because another token may follow it.
 
         Args:
             first: absolute position of the first of them. features: [n, F], valid only during the call.

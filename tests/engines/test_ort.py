@@ -266,7 +266,7 @@ def test_another_interface_is_refused(
 
 
 def test_a_call_that_fails_is_one_line(engine: OrtEngine, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SpecExportError, match=r"failed in a call of the target: .*out of data bounds") as caught:
+    with pytest.raises(SpecExportError, match=r"failed in a call of a graph: .*out of data bounds") as caught:
         step(engine, Tree.chain([1 << 20]), 0)
     assert "\n" not in str(caught.value)
     assert capfd.readouterr().err == ""
