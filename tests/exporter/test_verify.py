@@ -16,10 +16,11 @@ import pytest
 
 from specexport.exporter import cli, verify
 from specexport.exporter.progress import Progress
-from specexport.runtime import acceptance, decoder
+from specexport.runtime import acceptance
 from specexport.runtime.bundle import Bundle, sha256
 from specexport.runtime.drafters import DRAFTERS
 from specexport.runtime.manifest import MANIFEST_NAME
+from specexport.runtime.rules import DEFAULT_RULE, RULES
 from tests.tiny import LLAMA, llama_tensors, write_gguf, write_llama
 
 LOGITS = {"logits_teacher_forced", "cache_equals_fresh_prefill"}
@@ -163,7 +164,7 @@ def test_wrong_acceptance_fails_for_every_drafter(
             return replace(accepted, tokens=emitted, path=[0, 1], logprobs=None)
         return accepted
 
-    monkeypatch.setattr(decoder, "match", gullible)
+    monkeypatch.setitem(RULES, DEFAULT_RULE, replace(RULES[DEFAULT_RULE], accept=gullible))
     code, report, failed = run(copy, capsys)
     assert code == 1
     assert {f"greedy_tokens_{name}" for name in DRAFTERS} <= failed and not failed & LOGITS
