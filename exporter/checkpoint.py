@@ -16,7 +16,9 @@ from specexport.runtime.errors import CheckpointError
 if TYPE_CHECKING:
     from specexport.exporter.gguf_file import GgufFile
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+#: Names of weights on the hub, best first.
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 _TEXT_LIMIT = 256 << 20
 
 
@@ -105,9 +107,9 @@ def open_checkpoint(source: str, *, revision: str | None = None, offline: bool =
             raise CheckpointError(f"{source}: expected a directory, a .gguf file or a hub id such as org/name")
         return _open_gguf(source, path)
     if not path.is_dir():
-        if not _HUB_ID.fullmatch(source):
+        if not HUB_ID.fullmatch(source):
             raise CheckpointError(f"{source}: no such directory or .gguf file, and not a hub id such as org/name")
-        path = _download(source, revision, offline)
+        path = download(source, revision, offline)
     config = member(path, "config.json")
     if config is None:
         hint = next((f"; pass {found} itself" for found in sorted(path.glob("*.gguf"))), "")
@@ -134,7 +136,12 @@ def _open_gguf(source: str, path: Path) -> Checkpoint:
     return Checkpoint(source, path.parent, "gguf", config, GgufSource(file, config), file)
 
 
-def _download(source: str, revision: str | None, offline: bool) -> Path:
+def download(source: str, revision: str | None, offline: bool, weights: tuple[str, ...] = WEIGHTS) -> Path:
+    """Snapshot of a hub repository: its JSON files, templates, and the first of the ``weights`` patterns it has.
+
+    Raises:
+        CheckpointError: no such repository or revision, no access, or no network.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -151,9 +158,10 @@ def _download(source: str, revision: str | None, offline: bool) -> Path:
 
     where = source if revision is None else f"{source} at {revision}"
     try:
-        path = fetch("*.json", "*.jinja", "model*.safetensors")
-        if not any(path.glob("model*.safetensors")):
-            path = fetch("*.json", "*.jinja", "pytorch_model*.bin")
+        for pattern in weights:
+            path = fetch("*.json", "*.jinja", pattern)
+            if any(path.glob(pattern)):
+                break
     except GatedRepoError:
         raise CheckpointError(f"{where}: gated; accept its terms on the hub, then run: hf auth login") from None
     except RevisionNotFoundError:

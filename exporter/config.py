@@ -1,6 +1,6 @@
 """The one explicit record of a target model, and the only reader of Hugging Face configs.
 
-Every key of a ``config.json`` is one of four kinds, by :class:`_Family`: *required*, *defaulted* (to what the
+Every key of a ``config.json`` is one of four kinds, by :class:`Family`: *required*, *defaulted* (to what the
 Transformers class of that model defaults to), *fixed* (may appear, with one value only, because any other value would
 change the model into one we do not build), or *ignorable* (cannot change a logit). A key of no kind is an error, so
 that nothing a checkpoint says is dropped in silence.
@@ -73,7 +73,7 @@ class TargetConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class _Family:
+class Family:
     """How one Transformers config class is read: ``defaults`` are that class's own."""
 
     architecture: str
@@ -109,18 +109,18 @@ _LAYERED: Mapping[str, Any] = {
     "layer_types": None,
 }
 
-_FAMILIES: Mapping[str, _Family] = {
-    "LlamaForCausalLM": _Family("llama", "llama", {"max_position_embeddings": 2048}, {"sliding_window": None}),
-    "MistralForCausalLM": _Family(
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family("llama", "llama", {"max_position_embeddings": 2048}, {"sliding_window": None}),
+    "MistralForCausalLM": Family(
         "mistral",
         "mistral",
         {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
         {"attention_bias": False, "mlp_bias": False},
     ),
     # Qwen2's class has no attention_bias key: q, k and v always have a bias, o never.
-    "Qwen2ForCausalLM": _Family("qwen2", "qwen2", _LAYERED, {"attention_bias": True, "mlp_bias": False}),
-    "Qwen3ForCausalLM": _Family("qwen3", "qwen3", {**_LAYERED, "head_dim": 128}, {"mlp_bias": False}),
-    "Gemma3ForCausalLM": _Family(
+    "Qwen2ForCausalLM": Family("qwen2", "qwen2", _LAYERED, {"attention_bias": True, "mlp_bias": False}),
+    "Qwen3ForCausalLM": Family("qwen3", "qwen3", {**_LAYERED, "head_dim": 128}, {"mlp_bias": False}),
+    "Gemma3ForCausalLM": Family(
         "gemma3",
         "gemma3_text",
         {
@@ -144,7 +144,7 @@ _FAMILIES: Mapping[str, _Family] = {
             "mlp_bias": False,
         },
     ),
-    "Phi3ForCausalLM": _Family(
+    "Phi3ForCausalLM": Family(
         "phi3",
         "phi3",
         {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
@@ -170,7 +170,7 @@ _FIXED: Mapping[str, Any] = {
 }
 
 # Training-time, generation-time (read from generation_config.json) and bookkeeping keys: none reaches a logit.
-_IGNORABLE = frozenset(
+IGNORABLE = frozenset(
     """
     architectures model_type _name_or_path name_or_path transformers_version torch_dtype dtype auto_map
     use_cache initializer_range attention_dropout resid_pdrop embd_pdrop pretraining_tp gradient_checkpointing
@@ -186,7 +186,7 @@ _IGNORABLE = frozenset(
     """.split()  # noqa: SIM905 - eighty quoted lines would say less
 )
 
-_ACTIVATIONS = {
+ACTIVATION_SPELLINGS = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -211,7 +211,7 @@ def read_config(raw: Mapping[str, Any]) -> TargetConfig:
         )
     defaults = {**_DEFAULTS, **family.defaults}
     fixed = {**_FIXED, **family.fixed}
-    known = {*_REQUIRED, *defaults, *fixed, *_IGNORABLE, "quantization_config"}
+    known = {*_REQUIRED, *defaults, *fixed, *IGNORABLE, "quantization_config"}
     if unknown := sorted(set(map(str, raw)) - known):
         raise CheckpointError(
             f"config: unknown key {unknown[0]} = {text(raw.get(unknown[0]))} for {family.architecture}; it may change "
@@ -230,7 +230,7 @@ def read_config(raw: Mapping[str, Any]) -> TargetConfig:
     return _build(family, c, raw)
 
 
-def _build(family: _Family, c: Mapping[str, Any], raw: Mapping[str, Any]) -> TargetConfig:
+def _build(family: Family, c: Mapping[str, Any], raw: Mapping[str, Any]) -> TargetConfig:
     gemma = family.architecture == "gemma3"
     heads, hidden = c["num_attention_heads"], c["hidden_size"]
     kv_heads = heads if c["num_key_value_heads"] is None else c["num_key_value_heads"]
@@ -251,9 +251,11 @@ def _build(family: _Family, c: Mapping[str, Any], raw: Mapping[str, Any]) -> Tar
         raise CheckpointError(
             f"config: hidden_act is {text(raw['hidden_act'])}, but Gemma 3 reads {act_key}; remove it"
         )
-    activation = _ACTIVATIONS.get(c[act_key]) if isinstance(c[act_key], str) else None
+    activation = ACTIVATION_SPELLINGS.get(c[act_key]) if isinstance(c[act_key], str) else None
     if activation is None:
-        raise CheckpointError(f"config: {act_key} is {text(c[act_key])}; expected one of {', '.join(_ACTIVATIONS)}")
+        raise CheckpointError(
+            f"config: {act_key} is {text(c[act_key])}; expected one of {', '.join(ACTIVATION_SPELLINGS)}"
+        )
     if c["max_position_embeddings"] is None:
         raise CheckpointError("config: max_position_embeddings is null; give the model's context length")
     windows = _windows(family, c, raw)
@@ -285,20 +287,20 @@ def _build(family: _Family, c: Mapping[str, Any], raw: Mapping[str, Any]) -> Tar
     )
 
 
-def _family(raw: Mapping[str, Any]) -> _Family:
+def _family(raw: Mapping[str, Any]) -> Family:
     names = raw.get("architectures")
     model_type = raw.get("model_type")
     if not names:  # written by hand, or by a config that was never attached to a model
-        names = [name for name, family in _FAMILIES.items() if family.model_type == model_type]
-    known = ", ".join(_FAMILIES)
-    if not isinstance(names, list) or len(names) != 1 or str(names[0]) not in _FAMILIES:
+        names = [name for name, family in FAMILIES.items() if family.model_type == model_type]
+    known = ", ".join(FAMILIES)
+    if not isinstance(names, list) or len(names) != 1 or str(names[0]) not in FAMILIES:
         hint = ""
         if names == ["Gemma3ForConditionalGeneration"]:
             hint = "; its vision tower is not exported, pass a text-only checkpoint (Gemma3ForCausalLM)"
         raise CheckpointError(
             f"config: architecture {text(names or model_type)} is not supported; expected one of {known}{hint}"
         )
-    family = _FAMILIES[names[0]]
+    family = FAMILIES[names[0]]
     if model_type is not None and model_type != family.model_type:
         raise CheckpointError(
             f"config: model_type {text(model_type)} contradicts {names[0]}, whose type is {family.model_type}"
@@ -306,7 +308,7 @@ def _family(raw: Mapping[str, Any]) -> _Family:
     return family
 
 
-def _windows(family: _Family, c: Mapping[str, Any], raw: Mapping[str, Any]) -> tuple[int | None, ...]:
+def _windows(family: Family, c: Mapping[str, Any], raw: Mapping[str, Any]) -> tuple[int | None, ...]:
     """The sliding window of each layer, None for full attention."""
     count: int = c["num_hidden_layers"]
     window: int | None = c["sliding_window"]

@@ -7,7 +7,8 @@ overflow on Gemma and cost accuracy everywhere, and at a handful of rows their t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -131,6 +132,12 @@ class Attention(nn.Module):
         return self.o_proj(mixed), present[0], present[1]
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": nn.functional.silu,
+    "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
+}
+
+
 class MLPSizes(Protocol):
     """The part of a config that :class:`MLP` reads; drafters have records of their own."""
 
@@ -153,11 +160,10 @@ class MLP(nn.Module):
         self.gate_proj = Linear(hidden, inner, config.mlp_bias, dtype)
         self.up_proj = Linear(hidden, inner, config.mlp_bias, dtype)
         self.down_proj = Linear(inner, hidden, config.mlp_bias, dtype)
-        self.gelu = config.activation == "gelu_tanh"
+        self._act = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = self.gate_proj(x)
-        gate = nn.functional.gelu(gate, approximate="tanh") if self.gelu else nn.functional.silu(gate)
+        gate = self._act(self.gate_proj(x))
         fed: Tensor = self.down_proj(gate * self.up_proj(x))
         return fed
 

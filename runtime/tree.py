@@ -82,10 +82,6 @@ class Tree:
             node = int(self.parents[node])
         return path[::-1]
 
-    def children(self, node: int) -> IntArray:
-        """Indices of the node's children, in order."""
-        return np.flatnonzero(self.parents == node).astype(np.int64)
-
     def best(self, size: int, max_depth: int) -> Tree:
         """The ``size`` nodes with the best scores, none deeper than ``max_depth``, in the order they have here.
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from specexport.exporter.checkpoint import Checkpoint, read_text
-from specexport.exporter.config import _IGNORABLE
+from specexport.exporter.config import IGNORABLE
 from specexport.exporter.config_values import boolean, integer, number, text
 from specexport.exporter.heads.record import HeadLineage, HeadRecord
 from specexport.exporter.shards import StoredWeights, member
@@ -108,7 +108,7 @@ class Keys:
 
     def finish(self) -> None:
         """Raise CheckpointError for the first key that nobody took."""
-        for key in sorted(set(map(str, self.raw)) - self._taken - _IGNORABLE):
+        for key in sorted(set(map(str, self.raw)) - self._taken - IGNORABLE):
             raise CheckpointError(
                 f"{self.where}: {key} = {text(self.raw.get(key))} is not understood for this head; it may change the "
                 "drafts, so it is refused: remove it if it has no effect"

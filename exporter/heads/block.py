@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specexport.exporter.config import _ACTIVATIONS, RopeConfig
+from specexport.exporter.config import ACTIVATION_SPELLINGS, RopeConfig
 from specexport.exporter.config_rope import read_ropes
 from specexport.exporter.config_values import LIMITS, text
 from specexport.exporter.heads.base import Keys, Tensors
@@ -54,9 +54,9 @@ def refuse_blocks(names: Sequence[str]) -> None:
 def activation(keys: Keys, key: str = "hidden_act") -> str:
     """The canonical activation. Raises CheckpointError for one that is not built."""
     name = keys.take(key, "silu")
-    found = _ACTIVATIONS.get(name) if isinstance(name, str) else None
+    found = ACTIVATION_SPELLINGS.get(name) if isinstance(name, str) else None
     if found is None:
-        raise CheckpointError(f"{keys.where}: {key} is {text(name)}; expected one of {', '.join(_ACTIVATIONS)}")
+        raise CheckpointError(f"{keys.where}: {key} is {text(name)}; expected one of {', '.join(ACTIVATION_SPELLINGS)}")
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specexport.exporter.checkpoint import _HUB_ID, _download
+from specexport.exporter.checkpoint import HUB_ID, WEIGHTS, download
 from specexport.exporter.shards import PickleSource, SafetensorsSource, StoredWeights, member, open_shards, read_json
 from specexport.runtime.errors import CheckpointError
 
@@ -56,9 +56,9 @@ def open_files(source: str, *, revision: str | None = None, offline: bool = Fals
             )
         return HeadFiles(source, path.parent, _config(path.parent), _SUFFIXES[path.suffix]({path.name: path.resolve()}))
     if not path.is_dir():
-        if not _HUB_ID.fullmatch(source):
+        if not HUB_ID.fullmatch(source):
             raise CheckpointError(f"{source}: no such file or directory, and not a hub id such as org/name")
-        path = _fetch(source, revision, offline)
+        path = download(source, revision, offline, (*WEIGHTS, "medusa_lm_head.*"))
     return HeadFiles(source, path, _config(path), _weights(path))
 
 
@@ -82,20 +82,6 @@ def _weights(directory: Path) -> StoredWeights:
             "medusa_lm_head.safetensors or medusa_lm_head.pt"
         )
     return open_shards(directory)
-
-
-def _fetch(source: str, revision: str | None, offline: bool) -> Path:
-    path = _download(source, revision, offline)
-    if not any(path.glob("model*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
-        from huggingface_hub import snapshot_download
-
-        try:  # the repository is there: only the names of Medusa's own files remain
-            snapshot_download(
-                source, revision=revision, local_files_only=offline, allow_patterns=["medusa_lm_head.*", "*.json"]
-            )
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{source}: cannot be fetched from the hub ({str(error).splitlines()[0]})") from None
-    return path
 
 
 class Subset:

@@ -10,14 +10,9 @@ from torch import Tensor, nn
 
 from specexport.exporter import ops
 from specexport.exporter.heads.record import MedusaRecord
-from specexport.exporter.layers import Linear
+from specexport.exporter.layers import ACTIVATIONS, Linear
 from specexport.exporter.weights import WeightSource
 from specexport.runtime.errors import CheckpointError
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": nn.functional.silu,
-    "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
-}
 
 
 class MedusaHeads(nn.Module):

@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from tokenizers import Tokenizer
 
-from specexport.exporter.config import _FAMILIES, TargetConfig
+from specexport.exporter.config import FAMILIES, TargetConfig
 from specexport.exporter.heads.record import HeadRecord, MedusaRecord
 from specexport.runtime.errors import CheckpointError
 
@@ -74,7 +74,7 @@ def _lineage(record: HeadRecord, target: TargetConfig, source: str | None) -> li
     verifier, architecture = record.lineage.verifier, record.lineage.architecture
     if verifier is not None and source is not None and _base(verifier) != _base(source):
         warnings.append(f"the head names {verifier} as its target, not {source}: acceptance may be low")
-    family = _FAMILIES.get(architecture or "")
+    family = FAMILIES.get(architecture or "")
     if architecture is not None and (family is None or family.architecture != target.architecture):
         warnings.append(f"the head was made for a {architecture}, the target is {target.architecture}")
     return warnings
