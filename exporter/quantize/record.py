@@ -16,7 +16,7 @@ from specexport.exporter.weights import WeightSource
 class Quantized:
     """A matrix [out, in] as integer (or 8-bit float) codes with a scale for each block of inputs.
 
-    ``value[o, i] = (codes[o, i] - zeros[o, i // block]) * scales[o, i // block]``, computed in float32 from the scales as
+    ``value[o, i] = (codes[o, i] - zeros[o, i // block]) * scales[o, i // block]``, in float32 from the scales as
     they are stored.
 
     Attributes:
@@ -47,7 +47,7 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """float32 [out, in], inputs in their original order."""
-        rows, width = self.shape
+        width = self.codes.shape[1]
 
         def spread(blocks: Tensor) -> Tensor:
             return blocks.float().repeat_interleave(self.block, dim=1)[:, :width]
