@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from specexport.runtime.errors import BundleError
 MAX_DEPTH = 64
 #: Longest key or value of an external-data entry, in bytes.
 MAX_ENTRY = 4096
+#: Most dimensions of a tensor.
+MAX_RANK = 16
 #: Most fields that are looked at; real graphs have some hundred thousand.
 MAX_FIELDS = 10_000_000
 
@@ -61,12 +64,28 @@ def external_data(path: Path) -> list[ExternalData]:
     Raises:
         BundleError: truncated or malformed, nested too deeply, or a record that is incomplete or has unknown keys.
     """
+    with _open(path) as scanner:
+        return list(scanner.tensors())
+
+
+def scan_initializers(path: Path) -> list[tuple[str, int, tuple[int, ...], str | None]]:
+    """Name, ONNX data type, shape and external file (None: inline) of every initialiser of the main graph.
+
+    Raises:
+        BundleError: truncated or malformed.
+    """
+    with _open(path) as scanner:
+        return list(scanner.initializers())
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[_Scanner]:
     with path.open("rb") as file:
         if not file.seek(0, 2):
             raise BundleError(f"{path.name} is empty: the bundle is damaged, build it again")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
-                return list(_Scanner(data).tensors())
+                yield _Scanner(data)
             except _Malformed as error:
                 raise BundleError(f"{path.name} is not a valid ONNX file ({error}): build the bundle again") from None
 
@@ -105,6 +124,37 @@ class _Scanner:
                 yield _record(entries)
         if not graphs:
             raise _Malformed("no graph in it")
+
+    def initializers(self) -> Iterator[tuple[str, int, tuple[int, ...], str | None]]:
+        """Of the model's graph: its field 5; a tensor's dims are field 1, data type 2, name 8."""
+        for graph_number, graph, graph_size in self.fields(0, len(self.data)):
+            if graph_number != 7 or graph_size < 0:
+                continue
+            for number, start, size in self.fields(graph, graph + graph_size):
+                if number == 5 and size >= 0:
+                    yield self.initializer(start, start + size)
+
+    def initializer(self, start: int, end: int) -> tuple[str, int, tuple[int, ...], str | None]:
+        name, dtype, location = "", 0, None
+        shape: list[int] = []
+        for number, value, size in self.fields(start, end):
+            if number == 1 and size < 0:
+                shape.append(value)
+            elif number == 1:  # packed
+                place = value
+                while place < value + size:
+                    dim, place = self.varint(place, value + size)
+                    shape.append(dim)
+            elif number == 2 and size < 0:
+                dtype = value
+            elif number == 8 and size >= 0:
+                name = self.data[value : value + min(size, MAX_ENTRY)].decode(errors="replace")
+            elif number == 13 and size >= 0:
+                key, text = self.entry(value, value + size)
+                location = text if key == "location" else location
+            if len(shape) > MAX_RANK or any(dim > 1 << 40 for dim in shape):
+                raise _Malformed(f"a tensor of shape {shape[:4]}")
+        return name, dtype, tuple(shape), location
 
     def entry(self, start: int, end: int) -> tuple[str, str]:
         """Key and value of a StringStringEntryProto."""
