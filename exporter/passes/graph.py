@@ -8,6 +8,9 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+#: Domain of ONNX Runtime's own operators.
+MICROSOFT = "com.microsoft"
+
 
 def constant(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
     """A new initializer."""

@@ -22,11 +22,10 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from specexport.engines.ort import CPU_SPARE_ROWS
-from specexport.exporter.passes.graph import constant, is_arange
+from specexport.exporter.passes.graph import MICROSOFT, constant, is_arange
 from specexport.runtime import contract
 from specexport.runtime.errors import SpecExportError
 
-MICROSOFT = "com.microsoft"
 #: GroupQueryAttention refuses head widths that are no multiple of this.
 HEAD_DIM_MULTIPLE = 8
 
@@ -213,13 +212,28 @@ def _double(graph: ir.Graph, before: ir.Node, values: list[ir.Value | None], row
         while value is not None and (node := value.producer()) is not None and node.op_type != "MatMul":
             value = node.inputs[0]
         projections.append(_producer(value, "MatMul", layer))
-    source = projections[0].inputs[0]
-    if source is None or any(projection.inputs[0] is not source for projection in projections):
+    readers = list(dict.fromkeys(_permuted(projection) for projection in projections))
+    source = readers[0].inputs[0]
+    if source is None or any(reader.inputs[0] is not source for reader in readers):
         raise SpecExportError(f"attention {layer!r}: q, k and v are not projections of one value")
     picked = ir.node("Gather", [source, rows.pick], {"axis": 1})
-    graph.insert_before(projections[0], picked)
-    for projection in projections:
-        projection.replace_input_with(0, picked.outputs[0])
+    graph.insert_before(readers[0], picked)
+    for reader in readers:
+        reader.replace_input_with(0, picked.outputs[0])
+
+
+def _permuted(projection: ir.Node) -> ir.Node:
+    """What reads a projection's input: itself, or what puts the channels into the order of its codes (act-order)."""
+    value = projection.inputs[0]
+    node = value.producer() if value is not None else None
+    if (
+        node is None
+        or node.op_type != "Gather"
+        or "axis" not in node.attributes
+        or node.attributes["axis"].as_int() != -1
+    ):
+        return projection
+    return node
 
 
 def _single_user(node: ir.Node, op_type: str, layer: str | None) -> ir.Node:

@@ -16,17 +16,19 @@ from specexport.exporter.weights import WeightSource
 class Quantized:
     """A matrix [out, in] as integer (or 8-bit float) codes with a scale for each block of inputs.
 
-    ``value[o, i] = (codes[o, i] - zeros[o, i // block]) * scales[o, i // block]``, in float32 from the scales as
-    they are stored.
+    ``value[o, i] = (codes[o, i] - zeros[o, i // block]) * (scales[o, i // block] * outer)``, in float32 from the
+    scales as they are stored.
 
     Attributes:
         bits: 4 or 8.
-        codes: [out, in], int8 (4 bits: -8..7), uint8 (4 bits: 0..15) or float8_e4m3fn; one code an element.
-        scales: [out, ceil(in / block)], float32, float16 or bfloat16.
+        codes: [out, in], int8 (4 bits: -8..7), uint8 (4 bits: 0..15) or float8_e4m3fn (4 bits: those of its values
+            that E2M1 has, NVFP4); one code an element.
+        scales: [out, ceil(in / block)], float32, float16, bfloat16 or float8_e4m3fn.
         zeros: [out, ceil(in / block)] of the codes' dtype, or None: zero.
         block: inputs that share a scale; ``in`` when a row has one.
         order: int64 [in] or None. Codes are stored with their inputs permuted (GPTQ's act-order): column ``i`` belongs
             to input ``order[i]``, so ``x[..., order] @ value.T`` is the product.
+        outer: scale of the scales (NVFP4's, one a matrix).
     """
 
     bits: int
@@ -35,6 +37,7 @@ class Quantized:
     zeros: Tensor | None
     block: int
     order: Tensor | None = None
+    outer: float = 1.0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -55,7 +58,7 @@ class Quantized:
         values = self.codes.float()
         if self.zeros is not None:
             values -= spread(self.zeros)
-        values *= spread(self.scales)
+        values *= spread(self.scales.float() * self.outer)
         if self.order is None:
             return values
         restored = torch.empty_like(values)
