@@ -1,7 +1,7 @@
 """What all head readers share: consuming every config key and every tensor exactly once, and the opened head.
 
-A reader takes keys from :class:`Keys` and tensors from :class:`Tensors`; whatever is left when it is done is an error.
-So no dialect can be read as another one that it merely resembles.
+A reader takes keys from :func:`head_keys` and tensors from :class:`Tensors`; whatever is left when it is done is an
+error. So no dialect can be read as another one that it merely resembles.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specexport.exporter.checkpoint import Checkpoint, read_text
 from specexport.exporter.config import IGNORABLE
-from specexport.exporter.config_values import boolean, integer, number, text
 from specexport.exporter.heads.record import HeadLineage, HeadRecord
+from specexport.exporter.keys import QUANTIZATION_KEYS
+from specexport.exporter.keys import Keys as Keys
+from specexport.exporter.quantize.stored import QUANTIZED
 from specexport.exporter.shards import StoredWeights, member
 from specexport.runtime.errors import CheckpointError
 
-FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+#: What reads as floating point: quantised matrices dequantise.
+FLOATS = frozenset({"F64", "F32", "F16", "BF16", QUANTIZED})
 INTEGERS = frozenset({"I64", "I32"})
 BOOLEANS = frozenset({"BOOL"})
 
@@ -29,90 +33,17 @@ BOOLEANS = frozenset({"BOOL"})
 #: norm and lm_head that speculators keeps for its training loss only.
 IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight")
 
-#: The object in a head's config.json that settles what its dialect leaves open (written by the user, not by a trainer).
+#: The object in a head's config.json that settles what its dialect leaves open (written by the user, not by a trainer);
+#: ``HEADS?key=value`` puts a key there.
 OVERRIDES = "specexport"
+#: The object in which our own trainer says what a head was made for; it changes no draft.
+TRAINING = "specexport_training"
 
 
-class Keys:
-    """One JSON object of a config; every key must be taken, or be one that cannot change a logit."""
-
-    def __init__(self, raw: Mapping[str, Any], where: str = "config") -> None:
-        self.raw, self.where = raw, where
-        self._taken: set[str] = set()
-
-    def __contains__(self, key: str) -> bool:
-        """Whether ``key`` is there and not null. Does not take it."""
-        return self.raw.get(key) is not None
-
-    def take(self, key: str, default: Any = None) -> Any:
-        """The value of ``key``; ``default`` where it is absent or null."""
-        self._taken.add(key)
-        value = self.raw.get(key)
-        return default if value is None else value
-
-    def need(self, key: str) -> Any:
-        """The value of ``key``, which must be there."""
-        if key not in self:
-            raise CheckpointError(f"{self.where}: {key} is missing; it is required")
-        return self.take(key)
-
-    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int | None:
-        value = self.take(key)
-        return default if value is None else integer(key, value, low, high)
-
-    def number(self, key: str, default: float, low: float, high: float) -> float:
-        return number(key, self.take(key, default), low, high)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        return boolean(key, self.take(key, default))
-
-    def flag(self, key: str) -> bool | None:
-        """``key`` as a boolean, None where it is absent or null."""
-        value = self.take(key)
-        return None if value is None else boolean(key, value)
-
-    def string(self, key: str) -> str | None:
-        value = self.take(key)
-        if value is not None and not isinstance(value, str):
-            raise CheckpointError(f"{self.where}: {key} must be text, got {text(value)}")
-        return value
-
-    def integers(self, key: str, low: int, high: int) -> tuple[int, ...] | None:
-        """A list of integers, None where it is absent or null."""
-        value = self.take(key)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not value or len(value) > 64:
-            raise CheckpointError(f"{self.where}: {key} must be a list of 1 to 64 integers, got {text(value)}")
-        return tuple(integer(key, item, low, high) for item in value)
-
-    def object(self, key: str) -> Keys | None:
-        """A nested object, None where it is absent or null."""
-        value = self.take(key)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise CheckpointError(f"{self.where}: {key} must be an object, got {text(value)}")
-        return Keys(value, f"{self.where}.{key}")
-
-    def fixed(self, key: str, *values: Any) -> None:
-        """``key`` may be there, with one of ``values`` only."""
-        value = self.raw.get(key, values[0])
-        self._taken.add(key)
-        if not any(value == allowed and type(value) is type(allowed) for allowed in values):
-            raise CheckpointError(f"{self.where}: {key} is {text(value)}; only {text(values[0])} is supported")
-
-    def ignore(self, *keys: str) -> None:
-        """Take keys that cannot change a logit."""
-        self._taken.update(keys)
-
-    def finish(self) -> None:
-        """Raise CheckpointError for the first key that nobody took."""
-        for key in sorted(set(map(str, self.raw)) - self._taken - IGNORABLE):
-            raise CheckpointError(
-                f"{self.where}: {key} = {text(self.raw.get(key))} is not understood for this head; it may change the "
-                "drafts, so it is refused: remove it if it has no effect"
-            )
+def head_keys(raw: Mapping[str, Any]) -> Keys:
+    """The keys of a head's ``config.json``; its quantisation was read when the files were opened."""
+    effect = "for this head; it may change the drafts, so it is refused: remove it if it has no effect"
+    return Keys(raw, "config", IGNORABLE | QUANTIZATION_KEYS | {TRAINING}, effect)
 
 
 Transform = Callable[[Tensor], Tensor]
@@ -195,6 +126,27 @@ class Tensors:
         self._check(name, FLOATS, "floating point")
         self._taken.add(name)
         self.parts[canonical] = Part(self._names[name], shape if out is None else out, transform)
+
+    def take_copy(self, canonical: str, name: str) -> None:
+        """Take ``name``, which must hold what was taken as ``canonical``.
+
+        Raises:
+            CheckpointError: it does not.
+        """
+        part = self.parts[canonical]
+        if self.shape(name) != part.shape or not torch.equal(
+            self.stored.read(self._names[name]), self.stored.read(part.source)
+        ):
+            raise CheckpointError(
+                f"tensor {self._names[name]!r} differs from {part.source!r}; prediction layers share one {canonical}: "
+                "remove a copy if the other is the right one"
+            )
+        self._taken.add(name)
+
+    def skip(self, name: str) -> None:
+        """Take a tensor that the user says is not used."""
+        self.shape(name)
+        self._taken.add(name)
 
     def read(self, name: str, kinds: frozenset[str], what: str) -> Tensor:
         """Take a small tensor and read it now (a vocabulary map)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,12 +11,18 @@ import torch
 
 from specexport.engines.ort import TARGET_FILE
 from specexport.exporter.config import TargetConfig
-from specexport.exporter.heads.base import Head
+from specexport.exporter.heads.base import TRAINING, Head
 from specexport.exporter.heads.detect import open_head
+from specexport.exporter.heads.draft_model import write_vocabulary
 from specexport.exporter.heads.export import export_medusa, export_recurrent
 from specexport.exporter.heads.pairing import check_pair, fit_record
 from specexport.exporter.heads.record import MedusaRecord
 from specexport.exporter.heads.trees import DynamicTree, StaticTree
+from specexport.exporter.layers import Capture
+from specexport.exporter.quantize.plan import Plan
+from specexport.runtime.auto import AUTO
+from specexport.runtime.drafters import DRAFTERS, NO_DRAFTER
+from specexport.runtime.drafters.model import ModelDrafter
 from specexport.runtime.drafters.paths import Path as RankPath
 from specexport.runtime.drafters.paths import template
 from specexport.runtime.errors import UsageError
@@ -38,6 +46,57 @@ class DraftOptions:
     nodes: int = 15
 
 
+#: ``NAME=HEADS``.
+_NAMED = re.compile(r"([a-z0-9][a-z0-9_-]{0,63})=(.+)")
+
+
+def read_heads(
+    requests: Sequence[str], config: TargetConfig, target_source: str, target_tokenizer: bytes, *, offline: bool
+) -> tuple[dict[str, Head], list[str]]:
+    """Open every head of a bundle; see :func:`read_head`.
+
+    Args:
+        requests: sources, or ``NAME=SOURCE``. Without a name a head is called by its method, the second of a kind
+            with ``-2`` behind it.
+
+    Returns:
+        The heads by name, in order, and warnings for the user.
+
+    Raises:
+        UsageError: a name that something else has.
+    """
+    heads: dict[str, Head] = {}
+    warnings: list[str] = []
+    named = [match.groups() if (match := _named(request)) else (None, request) for request in requests]
+    taken = {*DRAFTERS, NO_DRAFTER, AUTO, ModelDrafter.kind}
+    for name, source in named:
+        if name is not None and name in taken:
+            raise UsageError(f"--heads {name}={source}: the name {name!r} is taken, choose another")
+        taken |= {name} if name is not None else set()
+    for name, source in named:
+        head, more = read_head(source, config, target_source, target_tokenizer, offline=offline)
+        name = _free_name(head.record.method, taken) if name is None else name
+        taken.add(name)
+        heads[name] = head
+        warnings += more if len(requests) == 1 else [f"{name}: {warning}" for warning in more]
+    return heads, warnings
+
+
+def _named(request: str) -> re.Match[str] | None:
+    """The two parts of ``NAME=SOURCE``; None for a source, also for a path that looks like it."""
+    return None if Path(request).exists() else _NAMED.fullmatch(request)
+
+
+def _free_name(method: str, taken: set[str]) -> str:
+    numbered = (f"{method}-{number}" for number in range(2, len(taken) + 3))
+    return next(name for name in (method, *numbered) if name not in taken)
+
+
+def union(heads: Mapping[str, Head]) -> tuple[Capture, ...]:
+    """What the target has to output for all heads, in the order in which they ask for it."""
+    return tuple(dict.fromkeys(capture for head in heads.values() for capture in head.record.captures))
+
+
 def read_head(
     source: str, config: TargetConfig, target_source: str, target_tokenizer: bytes, *, offline: bool
 ) -> tuple[Head, list[str]]:
@@ -52,6 +111,21 @@ def read_head(
     head = open_head(source, target=config, offline=offline)
     warnings = check_pair(head.record, config, head.tokenizer(), target_tokenizer, target_source=target_source)
     return replace(head, record=fit_record(head.record, config)), [*head.warnings, *warnings]
+
+
+def precision_warnings(heads: Mapping[str, Head], precision: str) -> list[str]:
+    """One line for each head that was trained on features of a target in another precision (``target_precision`` in
+    its ``specexport_training`` object)."""
+    warnings = []
+    for name, head in heads.items():
+        training = head.config.get(TRAINING)
+        made_for = training.get("target_precision") if isinstance(training, dict) else None
+        if made_for is not None and made_for != precision:
+            warnings.append(
+                f"heads {name} were trained on the features of a target in {str(made_for)[:20]}, this one is "
+                f"{precision}: fewer of their drafts will be right"
+            )
+    return warnings
 
 
 def check_draft(head: Head, draft: DraftOptions) -> None:
@@ -91,19 +165,31 @@ def recurrent_tree(draft: DraftOptions) -> DynamicTree | StaticTree:
 
 
 def write_drafter(
-    head: Head, folder: Path, draft: DraftOptions, *, dtype: torch.dtype, slots: int, valid_vocab: int
+    name: str,
+    head: Head,
+    folder: Path,
+    draft: DraftOptions,
+    *,
+    dtype: torch.dtype,
+    slots: int,
+    valid_vocab: int,
+    offered: tuple[Capture, ...],
+    plan: Plan | None = None,
 ) -> DrafterInfo:
-    """Write the drafter graph beside ``target.onnx`` in ``folder``.
+    """Write the drafter graph ``drafter.<name>.onnx`` beside ``target.onnx`` in ``folder``, and its table of ids.
 
     Args:
         slots: cache rows of the target; the drafter has as many, or what it was trained for if that is less.
+        offered: what the target's features are, the captures of this head among them.
+        plan: formats of its own matrices; tables that it shares are as the target stores them.
     """
     record = head.record
-    graph = folder / f"drafter.{record.method}.onnx"
+    graph = folder / f"drafter.{name}.onnx"
     target_graph = folder / TARGET_FILE
     options: dict[str, bool | int | float | str | None]
     if isinstance(record, MedusaRecord):
-        export_medusa(
+        ids = record.token_map
+        valid = export_medusa(
             record,
             head.weights,
             graph,
@@ -111,11 +197,14 @@ def write_drafter(
             k=medusa_topk(draft),
             valid_vocab=valid_vocab,
             target_graph=target_graph,
+            offered=offered,
+            plan=plan,
         )
         options = {"heads": record.num_heads, "k": medusa_topk(draft)}
     else:
         rows, tree = min(slots, record.max_positions), recurrent_tree(draft)
-        export_recurrent(
+        ids = record.draft_to_target
+        valid = export_recurrent(
             record,
             head.weights,
             graph,
@@ -124,6 +213,10 @@ def write_drafter(
             tree=tree,
             valid_vocab=valid_vocab,
             target_graph=target_graph,
+            offered=offered,
+            plan=plan,
         )
         options = {"nodes": tree.nodes, "depth": tree.depth, "slots": rows, "max_positions": record.max_positions}
-    return DrafterInfo(name=record.method, kind=record.method, options=options, graph=graph.name, tree=draft.tree)
+    vocabulary = None if ids is None else write_vocabulary(graph, ids)
+    options |= {"rows": valid, "vocabulary": vocabulary}
+    return DrafterInfo(name=name, kind=record.method, options=options, graph=graph.name, tree=draft.tree)

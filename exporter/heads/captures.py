@@ -10,7 +10,7 @@ from __future__ import annotations
 from specexport.exporter.heads.base import OVERRIDES, Keys, both
 from specexport.runtime.errors import CheckpointError
 
-_FIX = f'say which with "{OVERRIDES}": {{"captures": [boundaries]}} in the head\'s config.json'
+_FIX = f'say which with HEADS?captures=A,B,C (boundaries), or "{OVERRIDES}": {{"captures": [..]}} in its config.json'
 _LIMIT = 1024
 
 

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 
 from specexport.exporter.checkpoint import Checkpoint, open_checkpoint
 from specexport.exporter.config import TargetConfig, read_config
-from specexport.exporter.graph_file import DTYPES
 from specexport.exporter.heads.merged import target_view
+from specexport.exporter.quantize.plan import FLOATS
 from specexport.exporter.tokenizer import collect_tokenizer
 from specexport.runtime.detokenize import byte_level_bytes
 from specexport.runtime.drafters.model import ModelDrafter
@@ -72,14 +72,14 @@ def read_draft_model(
     Raises:
         CheckpointError: it is not understood, its context is too short, or the vocabularies have too little in common.
     """
-    checkpoint = target_view(open_checkpoint(source, revision=revision, offline=offline))
+    checkpoint = target_view(open_checkpoint(source, revision=revision, offline=offline, option="--draft-revision"))
     config = read_config(checkpoint.config)
     if config.max_position_embeddings <= depth:
         raise CheckpointError(
             f"the draft model {source} has {config.max_position_embeddings} positions, too few for drafts of {depth} "
             "tokens: lower --draft-depth or choose another model"
         )
-    warnings = []
+    warnings = [f"draft model: {note}" for note in checkpoint.notes]
     if config.max_position_embeddings < slots:
         warnings.append(
             f"the draft model has {config.max_position_embeddings} positions and the window {slots}: past them "
@@ -169,13 +169,17 @@ def _meaning(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
     return meaning
 
 
+def write_vocabulary(graph: Path, ids: NDArray[np.integer[Any]]) -> str:
+    """Write the target's ids of a drafter's rows beside its graph; the file's name in the bundle."""
+    path = graph.with_suffix(".vocabulary")
+    path.write_bytes(ids.astype("<i4").tobytes())
+    return path.name
+
+
 def write_record(draft: DraftModel, graph: Path, depth: int, dtype: str) -> DrafterInfo:
     """The manifest's record of a draft model exported to ``graph``, and its table of ids beside that."""
     config = draft.config
-    vocabulary = None
-    if draft.vocabulary is not None:
-        vocabulary = graph.with_suffix(".vocabulary").name
-        (graph.parent / vocabulary).write_bytes(draft.vocabulary.astype("<i4").tobytes())
+    vocabulary = None if draft.vocabulary is None else write_vocabulary(graph, draft.vocabulary)
     values = 2 * config.num_layers * config.num_kv_heads * draft.slots * config.head_dim
     options = ModelOptions(
         depth=depth,
@@ -187,7 +191,7 @@ def write_record(draft: DraftModel, graph: Path, depth: int, dtype: str) -> Draf
         source=draft.checkpoint.source[-512:],
         revision=draft.revision,
         fingerprint=draft.checkpoint.fingerprint(),
-        cache_bytes=values * DTYPES[dtype].itemsize,
+        cache_bytes=values * FLOATS[dtype].itemsize,
     )
     kind = ModelDrafter.kind
     return DrafterInfo(name=kind, kind=kind, options=asdict(options), graph=graph.name, tree=None)

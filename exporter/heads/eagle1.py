@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from specexport.exporter.config_values import LIMITS
 from specexport.exporter.heads.base import Keys, Reading, Tensors, both, lineage, select_rows
-from specexport.exporter.heads.block import agree, check_layer_types, model_type, read_blocks
+from specexport.exporter.heads.block import check_layer_types, model_type, read_blocks
+from specexport.exporter.heads.block_parts import agree
 from specexport.exporter.heads.record import HeadLineage, RecurrentRecord, Source
 from specexport.exporter.heads.speculators import read_lineage
 from specexport.exporter.heads.vocab import read_token_map

@@ -18,7 +18,8 @@ import torch
 from specexport.exporter.config import TargetConfig
 from specexport.exporter.config_values import LIMITS, text
 from specexport.exporter.heads.base import OVERRIDES, Keys, Reading, Tensors, both, lineage
-from specexport.exporter.heads.block import agree, check_layer_types, model_type, read_blocks
+from specexport.exporter.heads.block import check_layer_types, model_type, read_blocks
+from specexport.exporter.heads.block_parts import agree
 from specexport.exporter.heads.captures import read_ids, resolve_captures
 from specexport.exporter.heads.record import HeadLineage, RecurrentRecord, Source
 from specexport.exporter.heads.speculators import read_lineage
@@ -114,8 +115,11 @@ def _frame(keys: Keys, tensors: Tensors, target: TargetConfig | None) -> _Frame:
     override = keys.object(OVERRIDES)
     explicit: tuple[int, ...] | None = None
     feedback: Any = None
+    normed: bool | None = None
+    before: bool | None = None
     if override is not None:
         explicit, feedback = read_ids(override, "captures"), override.string("feedback")
+        normed, before = override.flag("final_norm"), override.flag("norm_before_residual")
         override.finish()
         if feedback not in (None, "raw", "normed"):
             raise CheckpointError(f"{override.where}: feedback is {text(feedback)}; expected raw or normed")
@@ -129,12 +133,12 @@ def _frame(keys: Keys, tensors: Tensors, target: TargetConfig | None) -> _Frame:
     if inner is not None:
         dialect = "eagle3-speculators"
         head_lineage = read_lineage(keys, "eagle3")
-        if "norm_before_residual" not in keys:
+        if "norm_before_residual" not in keys and before is None:
             raise both(
                 "a speculators head without norm_before_residual",
                 "false (speculators' own default)",
                 "true (the default of vLLM's loader)",
-                "write the value of the training run into config.json",
+                "write the value of the training run into config.json, or HEADS?norm_before_residual=false (or true)",
             )
     else:
         dialect = "eagle3-deepspec" if outputs is not None else "eagle3" if eagle is None else "eagle3-specforge"
@@ -146,7 +150,9 @@ def _frame(keys: Keys, tensors: Tensors, target: TargetConfig | None) -> _Frame:
         )
     layers = target.num_layers if target is not None else said
     keys.ignore(*_TRAINING)
-    final_norm, fed = _output(keys, tensors, inner is not None, feedback)
+    final_norm, fed = _output(keys, tensors, inner is not None, feedback, normed)
+    if before is not None and keys.flag("norm_before_residual") not in (None, before):
+        raise CheckpointError(f"config: norm_before_residual contradicts {OVERRIDES}.norm_before_residual = {before}")
     captures: tuple[Capture, ...] = ("final",)
     if aux:
         captures = resolve_captures(explicit, boundaries, outputs, unsure, layers)
@@ -157,7 +163,7 @@ def _frame(keys: Keys, tensors: Tensors, target: TargetConfig | None) -> _Frame:
         block=keys if inner is None else inner,
         lineage=head_lineage,
         captures=captures,
-        norm_before_residual=keys.boolean("norm_before_residual", False),
+        norm_before_residual=keys.boolean("norm_before_residual", False if before is None else before),
         norm_before_fc=keys.boolean("norm_before_fc", False),
         fc_norm=keys.boolean("fc_norm", False),
         feedback=fed,
@@ -165,31 +171,43 @@ def _frame(keys: Keys, tensors: Tensors, target: TargetConfig | None) -> _Frame:
     )
 
 
-def _output(keys: Keys, tensors: Tensors, speculators: bool, explicit: Feedback | None) -> tuple[bool, Feedback]:
-    """Whether the lm_head reads a normed state, and what is fed back. ``norm_output`` means either, by dialect."""
+def _output(
+    keys: Keys, tensors: Tensors, speculators: bool, explicit: Feedback | None, normed: bool | None
+) -> tuple[bool, Feedback]:
+    """Whether the lm_head reads a normed state, and what is fed back. ``norm_output`` means either, by dialect.
+
+    Args:
+        explicit, normed: what the user says is fed back, and whether the lm_head reads a normed state.
+    """
     said = keys.flag("norm_output")
     if speculators:
         fed: Feedback = "normed" if said else "raw"
-        if explicit not in (None, fed):
+        if explicit not in (None, fed) or normed is False:
+            told = f"feedback {explicit}" if normed is not False else "final_norm false"
             raise CheckpointError(
-                f"config: norm_output makes the feedback {fed}, but {OVERRIDES}.feedback is {explicit}"
+                f"config: norm_output makes the feedback {fed}, after a norm, but {OVERRIDES} says {told}"
             )
         return True, fed
-    if said is False and explicit is None and "norm.weight" in tensors:
+    if normed is False:
+        if "norm.weight" in tensors:
+            tensors.skip("norm.weight")
+        return False, explicit or "raw"
+    if said is False and explicit is None and normed is None and "norm.weight" in tensors:
         raise both(
             "norm_output = false with a tensor 'norm.weight'",
             "no norm before the lm_head (SpecForge)",
             "the un-normed state is fed back, the lm_head reads the normed one (EAGLE-3.1)",
-            "remove the tensor for the first, the key for the second",
+            "say HEADS?final_norm=false for the first, HEADS?feedback=raw for the second",
         )
     if said and explicit is None and keys.raw.get("fc_norm"):
         raise both(
             "norm_output = true with fc_norm",
             "a norm before the lm_head, the un-normed state fed back (SpecForge)",
             "the normed state fed back (EAGLE-3.1)",
-            f'say which with "{OVERRIDES}": {{"feedback": "raw"}} or "normed" in the head\'s config.json',
+            f'say HEADS?feedback=raw for the first, HEADS?feedback=normed for the second (or "{OVERRIDES}": '
+            '{"feedback": ..} in its config.json)',
         )
-    final = explicit is not None or said is not False
+    final = explicit is not None or normed is True or said is not False
     return final, explicit or "raw"
 
 

@@ -1,16 +1,21 @@
-"""Heads -> ``drafter.<method>.onnx``: one call yields a whole proposal.
+"""Heads -> ``drafter.<name>.onnx``: one call yields a whole proposal.
 
-Medusa: ``features`` [1, H] of the last accepted node -> ``draft_tokens`` int64 [heads, k] and ``draft_logprobs``
-float32 [heads, k].
+Medusa: ``features`` [1, F] of the last accepted node, ``noise`` float32 [heads, n] -> ``draft_tokens`` int64 [heads, k]
+and ``draft_logprobs`` float32 [heads, k].
 
 Recurrent: ``features`` [1, A, F] of the newly committed tokens, ``tokens`` int64 [1, A] that follow each, ``past``
-int64 [1] and the draft caches ``past_k.l``, ``past_v.l`` [1, Hkv, S, D] -> ``draft_tokens``, ``draft_parents`` int64
-[N - 1] (0 is the root, i + 1 the i-th drafted node), ``draft_logprobs`` float32 [N - 1] of each path, and
-``present_k.l``, ``present_v.l`` in the memory of the caches.
+int64 [1], ``noise`` float32 [depth, n] and the draft caches ``past_k.l``, ``past_v.l`` [1, Hkv, S, D] ->
+``draft_tokens``, ``draft_parents`` int64 [N - 1] (0 is the root, i + 1 the i-th drafted node), ``draft_logprobs``
+float32 [N - 1] of each path, and ``present_k.l``, ``present_v.l`` in the memory of the caches.
+
+F is all that the target outputs, of which a graph picks its own captures. ``noise`` is added to the logits of each
+depth, whose n rows are those that may be drafted; zeros rank by the head's own probabilities
+(``runtime.drafters.noise``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import onnx_ir as ir
@@ -18,13 +23,19 @@ import torch
 
 from specexport.exporter.graph_file import save_graph, trace
 from specexport.exporter.heads.modules import MedusaHeads
-from specexport.exporter.heads.record import MedusaRecord, RecurrentRecord
+from specexport.exporter.heads.record import HeadRecord, MedusaRecord, RecurrentRecord
 from specexport.exporter.heads.recurrent import RecurrentDrafter
 from specexport.exporter.heads.trees import DynamicTree, StaticTree
-from specexport.exporter.passes import used_rows
+from specexport.exporter.layers import Capture
+from specexport.exporter.passes import pick_features, used_rows
+from specexport.exporter.quantize.insert import Parts, stored_parts
+from specexport.exporter.quantize.plan import Plan
 from specexport.exporter.weights import WeightSource
 from specexport.runtime import contract
 from specexport.runtime.errors import CheckpointError
+
+#: Inputs of a graph: an example of each and its dynamic dimensions.
+Inputs = dict[str, tuple[torch.Tensor, dict[int, object]]]
 
 
 def export_medusa(
@@ -36,19 +47,30 @@ def export_medusa(
     k: int,
     valid_vocab: int,
     target_graph: Path,
-) -> None:
+    offered: Sequence[Capture] | None = None,
+    plan: Plan | None = None,
+) -> int:
     """Write the drafter graph of Medusa heads.
 
     Args:
         target_graph: ``target.onnx`` in the same directory; a head that uses the target's lm_head refers to its data.
+        offered: what the target's features are; None: what the heads read.
+        plan: formats of the heads' own matrices.
+
+    Returns:
+        Rows of the vocabulary that may be drafted.
     """
     with torch.device("meta"):
         heads = MedusaHeads(record, dtype, k, valid_vocab).eval()
-        features = torch.zeros(1, record.hidden_size, dtype=dtype)
-    names = [contract.DRAFT_TOKENS, contract.DRAFT_LOGPROBS]
-    model = trace(heads, {contract.FEATURES: (features, {})}, names, "drafter")
-    shared = {"lm_head": target_table(target_graph, *LM_HEAD)} if record.lm_head == "target" else {}
-    save_graph(model, heads.values(weights), path, shared=shared)
+        inputs: Inputs = {
+            contract.FEATURES: (torch.zeros(1, record.hidden_size, dtype=dtype), {}),
+            contract.NOISE: (torch.zeros(record.num_heads, heads.valid_rows), {}),
+        }
+    model = trace(heads, inputs, [contract.DRAFT_TOKENS, contract.DRAFT_LOGPROBS], "drafter")
+    _pick(model, record, offered)
+    shared = target_tables(target_graph, {"lm_head": LM_HEAD} if record.lm_head == "target" else {})
+    save_graph(model, heads.values(weights), path, shared=shared, plan=plan)
+    return heads.valid_rows
 
 
 def export_recurrent(
@@ -61,44 +83,61 @@ def export_recurrent(
     tree: DynamicTree | StaticTree,
     valid_vocab: int,
     target_graph: Path,
-) -> None:
+    offered: Sequence[Capture] | None = None,
+    plan: Plan | None = None,
+) -> int:
     """Write the drafter graph of a recurrent head, its cache cut to the used rows (``passes.used_rows``).
 
     Args:
         slots: rows of the draft cache. tree: shape of the trees.
         target_graph: ``target.onnx`` in the same directory; tables that are the target's refer to its data.
+        offered: what the target's features are; None: what the head reads.
+        plan: formats of the head's own matrices.
+
+    Returns:
+        Rows of the vocabulary that may be drafted.
     """
     with torch.device("meta"):
         drafter = RecurrentDrafter(record, slots, dtype, tree, valid_vocab=valid_vocab).eval()
         accepted = torch.export.Dim(contract.COMMIT_DIM)
         width = record.target_hidden_size * len(record.captures)
-        caches = contract.cache_names(record.blocks.num_layers)
-        shape = (1, record.blocks.num_kv_heads, slots, record.blocks.head_dim)
-        inputs: dict[str, tuple[torch.Tensor, dict[int, object]]] = {
+        caches = record.cache_shapes(slots)
+        inputs: Inputs = {
             contract.FEATURES: (torch.zeros(1, 3, width, dtype=dtype), {1: accepted}),
             contract.TOKENS: (torch.zeros(1, 3, dtype=torch.int64), {1: accepted}),
             contract.PAST: (torch.zeros(1, dtype=torch.int64), {}),
-            **{past: (torch.zeros(shape, dtype=dtype), {}) for past, _ in caches},
+            contract.NOISE: (torch.zeros(tree.depth, drafter.valid_rows), {}),
+            **{past: (torch.zeros(shape, dtype=dtype), {}) for past, shape in caches.items()},
         }
     proposal = (contract.DRAFT_TOKENS, contract.DRAFT_PARENTS, contract.DRAFT_LOGPROBS)
-    model = trace(drafter, inputs, [*proposal, *(present for _, present in caches)], "drafter")
+    model = trace(drafter, inputs, [*proposal, *(past.replace("past", "present", 1) for past in caches)], "drafter")
+    _pick(model, record, offered)
     used_rows.lower(model, slots)
-    shared = {}
-    if record.embedding == "target":
-        shared["embedding"] = target_table(target_graph, "embedding")
-    if record.lm_head == "target":
-        shared["lm_head"] = target_table(target_graph, *LM_HEAD)
-    save_graph(model, drafter.values(weights), path, shared=shared)
+    tables = {"embedding": (record.embedding, ("embedding",)), "lm_head": (record.lm_head, LM_HEAD)}
+    wanted = {name: names for name, (whose, names) in tables.items() if whose == "target"}
+    save_graph(model, drafter.values(weights), path, shared=target_tables(target_graph, wanted), plan=plan)
+    return drafter.valid_rows
+
+
+def _pick(model: ir.Model, record: HeadRecord, offered: Sequence[Capture] | None) -> None:
+    if offered is not None:
+        pick_features.lower(model, [offered.index(capture) for capture in record.captures], len(offered))
 
 
 #: Where a target keeps its lm_head [V, H]: its own, or the embedding it is tied to.
 LM_HEAD = ("lm_head", "embedding")
 
 
-def target_table(target_graph: Path, *names: str) -> ir.TensorProtocol:
-    """The first of the tensors ``names`` that the target has: a reference into its data file, unless it is tiny."""
-    initializers = ir.load(target_graph).graph.initializers
-    for name in names:
-        if name in initializers and (tensor := initializers[name].const_value) is not None:
-            return tensor
-    raise CheckpointError(f"{target_graph} has no {names[0]}: it is not a target graph")
+def target_tables(target_graph: Path, wanted: Mapping[str, Sequence[str]]) -> dict[str, ir.TensorProtocol | Parts]:
+    """For each table the first of its possible names that the target has, in the format it has there: references into
+    its data file, but for tiny ones."""
+    if not wanted:
+        return {}
+    graph = ir.load(target_graph).graph
+    tables: dict[str, ir.TensorProtocol | Parts] = {}
+    for table, names in wanted.items():
+        held = [stored for name in names if (stored := stored_parts(graph, name)) is not None]
+        if not held:
+            raise CheckpointError(f"{target_graph} has no {names[0]}: it is not a target graph")
+        tables[table] = held[0]
+    return tables

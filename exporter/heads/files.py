@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specexport.exporter.checkpoint import HUB_ID, WEIGHTS, download
-from specexport.exporter.shards import PickleSource, SafetensorsSource, StoredWeights, member, open_shards, read_json
-from specexport.runtime.errors import CheckpointError
+from specexport.exporter.checkpoint import HUB_ID, WEIGHTS, download, side_file
+from specexport.exporter.quantize.detect import open_weights
+from specexport.exporter.quantize.record import Quantized, QuantizedSource
+from specexport.exporter.shards import PickleSource, SafetensorsSource, StoredWeights, member, open_shards
+from specexport.runtime.errors import CheckpointError, UsageError
 
 #: Weights of a Medusa head by itself; safetensors win over the pickle.
 LONE: tuple[tuple[str, type[SafetensorsSource] | type[PickleSource]], ...] = (
@@ -26,12 +30,35 @@ _SUFFIXES: dict[str, type[SafetensorsSource] | type[PickleSource]] = {
 
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
-    """The files of a head: raw config (None: there is no config.json) and stored tensors."""
+    """The files of a head: raw config (None: there is no config.json), its tensors (dequantised where it is quantised
+    itself; its target's quantisation is not its own) and what to tell the user of them."""
 
     source: str
     directory: Path
     config: dict[str, Any] | None
     weights: StoredWeights
+    notes: tuple[str, ...] = ()
+
+
+def split_overrides(source: str) -> tuple[str, dict[str, Any]]:
+    """``SOURCE?key=value&key=value`` -> the source, and values: true, false, comma-separated numbers as a list, text.
+
+    Raises:
+        UsageError: a part that is no ``key=value``.
+    """
+    head, mark, tail = source.rpartition("?")
+    if not mark or Path(source).expanduser().exists():
+        return source, {}
+    values: dict[str, Any] = {}
+    for part in tail.split("&"):
+        key, equals, value = part.partition("=")
+        if not equals or not key.isidentifier() or not value or key in values:
+            raise UsageError(f"{source}: {part!r} is not one key=value, such as HEADS?feedback=raw&captures=2,16,29")
+        if re.fullmatch(r"-?[0-9]{1,6}(,-?[0-9]{1,6})*", value):
+            values[key] = [int(item) for item in value.split(",")]
+        else:
+            values[key] = {"true": True, "false": False}.get(value, value)
+    return head, values
 
 
 def looks_like_head(path: Path) -> bool:
@@ -54,17 +81,19 @@ def open_files(source: str, *, revision: str | None = None, offline: bool = Fals
             raise CheckpointError(
                 f"{source}: expected a directory, a hub id such as org/name, or a {', '.join(_SUFFIXES)} file"
             )
-        return HeadFiles(source, path.parent, _config(path.parent), _SUFFIXES[path.suffix]({path.name: path.resolve()}))
+        kind = _SUFFIXES[path.suffix]
+        return _open(source, path.parent, lambda: kind({path.name: path.resolve()}))
     if not path.is_dir():
         if not HUB_ID.fullmatch(source):
             raise CheckpointError(f"{source}: no such file or directory, and not a hub id such as org/name")
         path = download(source, revision, offline, (*WEIGHTS, "medusa_lm_head.*"))
-    return HeadFiles(source, path, _config(path), _weights(path))
+    return _open(source, path, partial(_weights, path))
 
 
-def _config(directory: Path) -> dict[str, Any] | None:
-    path = member(directory, "config.json")
-    return None if path is None else read_json(path)
+def _open(source: str, directory: Path, load: Callable[[], StoredWeights]) -> HeadFiles:
+    config = side_file(directory, "config.json")
+    opened = open_weights(config or {}, partial(side_file, directory), load, copied=True)
+    return HeadFiles(source, directory, config and opened.config, opened.weights, opened.notes)
 
 
 def _weights(directory: Path) -> StoredWeights:
@@ -100,6 +129,9 @@ class Subset:
 
     def read(self, name: str) -> Any:
         return self._inner.read(self._find(name))
+
+    def quantized(self, name: str) -> Quantized | None:
+        return self._inner.quantized(self._find(name)) if isinstance(self._inner, QuantizedSource) else None
 
     def stored(self, name: str) -> tuple[str, Iterator[memoryview]]:
         return self._inner.stored(self._find(name))

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from specexport.exporter.config import TargetConfig
 from specexport.exporter.config_values import LIMITS, text
 from specexport.exporter.heads.base import Keys, Reading, Tensors, both, lineage, select_rows
-from specexport.exporter.heads.block import activation, agree
+from specexport.exporter.heads.block_parts import activation, agree
 from specexport.exporter.heads.record import MedusaRecord
 from specexport.exporter.heads.vocab import read_token_map
 from specexport.runtime.errors import CheckpointError

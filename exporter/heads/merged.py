@@ -95,7 +95,7 @@ def check_target(checkpoint: Checkpoint) -> TargetConfig:
             )
     with torch.device("meta"):
         target = Target(config, 1, torch.float32)
-        bindings = list(bind(dict(target.named_parameters()), weights, config, ARCHITECTURES[config.architecture]))
+    bindings = list(bind(dict(target.named_parameters()), weights, config, ARCHITECTURES[config.architecture]))
     for binding in bindings:
         dtype, _ = weights.stored(binding.rule.source)
         if dtype not in FLOATS:

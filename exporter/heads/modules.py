@@ -50,14 +50,19 @@ class MedusaHeads(nn.Module):
         empty = None if record.token_map is None else torch.empty(record.vocab_size, dtype=torch.int64)
         self.register_buffer("token_map", empty)
 
-    def logits(self, features: Tensor) -> Tensor:
-        """float32 [heads, valid rows] from features [1, H]."""
+    def states(self, features: Tensor) -> list[Tensor]:
+        """What each head's lm_head reads, [R, H] of features [R, H]."""
         states = []
         for head in self.heads:
             x = features
             for block in head.blocks:  # type: ignore[union-attr]
                 x = x + self._act(block(x))
             states.append(x)
+        return states
+
+    def logits(self, features: Tensor) -> Tensor:
+        """float32 [heads, valid rows] from features [1, H]."""
+        states = self.states(features)
         if self.record.lm_head == "own":
             rows = [ops.linear_transposed(x, head.lm_head) for x, head in zip(states, self.heads, strict=True)]
             logits = torch.cat(rows)
@@ -65,9 +70,13 @@ class MedusaHeads(nn.Module):
             logits = ops.linear_transposed(torch.cat(states), self.lm_head)
         return logits.float()[:, : self.valid_rows]
 
-    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """From features [1, H]: token ids int64 [heads, k], best first, and their log probabilities float32."""
-        logprobs, rows = ops.best(torch.log_softmax(self.logits(features), dim=-1), self.k)
+    def forward(self, features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids int64 [heads, k], best first, and their log probabilities float32.
+
+        Args:
+            features: [1, H]. noise: float32 [heads, valid rows], added to the logits (``runtime.drafters.noise``).
+        """
+        logprobs, rows = ops.best(torch.log_softmax(self.logits(features) + noise, dim=-1), self.k)
         return rows if self.token_map is None else self.token_map[rows], logprobs
 
     def values(self, weights: WeightSource) -> Iterator[tuple[str, Callable[[], Tensor]]]:

@@ -10,7 +10,12 @@ Weights go by canonical names, in the checkpoint's [out, in] layout:
 * Recurrent: ``reduce.weight`` [Hd, F] and ``.bias``; ``reduce_norm.weight`` [F] or ``reduce_norms.{i}.weight`` [H];
   ``fuse.weight`` [Hd, 2 Hd] and ``.bias``; ``embedding_norm.weight``, ``hidden_norm.weight`` [Hd]; layers as in the
   target (``layers.{i}.input_norm.weight``, ``layers.{i}.attention.q_proj.weight``, ``layers.{i}.mlp_norm.weight``,
-  ``layers.{i}.mlp.gate_proj.weight`` ...); ``norm.weight``; ``embedding`` [V, He]; ``lm_head`` [Vd, Hd].
+  ``layers.{i}.mlp.gate_proj.weight`` ...); ``norm.weight``; ``embedding`` [V, He]; ``lm_head`` [Vd, Hd]. Prediction
+  layer j > 0 of a chain has ``fuse``, norms and ``layers`` of its own, as ``chain.{j - 1}.fuse.weight`` ...
+* Latent attention: ``q_proj`` or ``q_a_proj`` [Rq, Hd], ``q_a_norm``, ``q_b_proj``; ``kv_a_proj`` [Rkv + rope, Hd],
+  ``kv_a_norm``, ``kv_b_proj`` [heads * (nope + value), Rkv]; ``o_proj``.
+* Experts: ``mlp.router`` [E, Hd], ``mlp.correction`` [E], ``mlp.experts.{e}.gate_proj.weight`` ...,
+  ``mlp.shared.gate_proj.weight`` ..., ``mlp.shared_gate.weight`` [1, Hd].
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from numpy.typing import NDArray
 
 from specexport.exporter.config import RopeConfig
 from specexport.exporter.layers import Capture
+from specexport.runtime.contract import past_name
 
 #: Whose tensor is used.
 Source = Literal["head", "target"]
@@ -67,6 +73,51 @@ class MedusaRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): queries and keys are a part without a position
+    (``nope_dim``) and a rotated one (``rope_dim``, one for all keys); keys and values come from a latent.
+
+    Attributes:
+        query_rank: width of the queries' own latent, None where they are projected at once.
+        rank: width of the latent of keys and values. interleaved: rope pairs neighbours (2i, 2i + 1).
+        norm_eps: of the norms of both latents.
+    """
+
+    query_rank: int | None
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    interleaved: bool
+    norm_eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in place of the MLP.
+
+    Attributes:
+        count, top: E, and how many of them a token takes. intermediate_size: of one expert.
+        scores: ``sigmoid`` (DeepSeek-V3, with a correction that biases the choice, not the weights) or ``softmax``.
+        groups, top_groups: only experts of the ``top_groups`` best of ``groups`` are taken (each group's score is the
+            sum of its two best).
+        normalise: weights of the taken ones sum to 1 before ``scale``.
+        shared_size: of the expert that every token takes, 0 for none; ``shared_gate``: it has a sigmoid gate.
+    """
+
+    count: int
+    top: int
+    intermediate_size: int
+    scores: Literal["sigmoid", "softmax"]
+    groups: int
+    top_groups: int
+    normalise: bool
+    scale: float
+    shared_size: int
+    shared_gate: bool
+
+
+@dataclass(frozen=True, slots=True)
 class BlockConfig:
     """Decoder layers of a recurrent head. The first may take a wider input (see :attr:`RecurrentRecord.fusion`).
 
@@ -74,6 +125,9 @@ class BlockConfig:
         first_input_norm: whether layer 0 has an input norm (EAGLE-1 has none; with ``concat`` fusion the two inputs'
             own norms stand in its place).
         norm_offset: added to norm weights (1.0 where the checkpoint stores w - 1).
+        gated: ``q_proj`` gives each head's query and a gate; its sigmoid multiplies that head's output (Qwen3-Next).
+        latent: multi-head latent attention; num_kv_heads and head_dim then say what the cache holds, one key of
+            rank + rope_dim a token. experts: in place of the MLP of intermediate_size.
     """
 
     num_layers: int
@@ -92,6 +146,14 @@ class BlockConfig:
     qk_norm: bool = False
     first_input_norm: bool = True
     norm_offset: float = 0.0
+    gated: bool = False
+    latent: Latent | None = None
+    experts: Experts | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a cached value."""
+        return self.head_dim if self.latent is None else self.latent.rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +173,10 @@ class RecurrentRecord:
         captures: what the target's features are, in the order they are concatenated.
         target_hidden_size: H, width of one capture.
         embedding, lm_head: whose. embedding_size: He, width of the embedding.
+        embedding_scale: factor on the embeddings. 1 in every dialect, for Gemma's heads too: trainers copy the table
+            into a plain embedding, and vLLM shares the table below Gemma's factor (SpecForge, speculators, vLLM).
+        prediction_layers: K. With K > 1 layer k drafts depth k from layer k - 1's output, and each has a cache of its
+            own (DeepSeek-V3, arXiv 2412.19437); past K, and with K = 1, the last one is fed its own output.
         draft_vocab_size: Vd. draft_to_target: int64 [Vd] absolute target ids (ascending), None where Vd is V.
         max_positions: draft context; past it the session decodes plainly.
     """
@@ -139,6 +205,23 @@ class RecurrentRecord:
     draft_to_target: NDArray[np.int64] | None
     max_positions: int
     lineage: HeadLineage
+    embedding_scale: float = 1.0
+    prediction_layers: int = 1
+
+    def cache_shapes(self, slots: int) -> dict[str, tuple[int, int, int, int]]:
+        """Draft caches by input name: k then v of each layer, [1, Hkv, slots, D], and the outputs of all prediction
+        layers but the last, [1, K - 1, slots, Hd], which the next layer is fed one position later."""
+        blocks = self.blocks
+        layers = blocks.num_layers * self.prediction_layers
+        widths = {"k": blocks.head_dim, "v": blocks.value_dim}
+        shapes = {
+            past_name(kind, layer): (1, blocks.num_kv_heads, slots, widths[kind])
+            for layer in range(layers)
+            for kind in widths
+        }
+        if self.prediction_layers > 1:
+            shapes[past_name("k", layers)] = (1, self.prediction_layers - 1, slots, blocks.hidden_size)
+        return shapes
 
 
 HeadRecord = MedusaRecord | RecurrentRecord

@@ -9,13 +9,13 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.drafters.base import Drafter, DraftRequest, Observation
 from specexport.runtime.drafters.medusa import MedusaDrafter
 from specexport.runtime.drafters.model import ModelDrafter
-from specexport.runtime.drafters.model_files import open_model
+from specexport.runtime.drafters.model_files import MAX_DEPTH, open_model, read_vocabulary
 from specexport.runtime.drafters.ngram import NgramDrafter
 from specexport.runtime.drafters.recurrent import RecurrentDrafter
 from specexport.runtime.drafters.recycling import RecyclingDrafter
 from specexport.runtime.drafters.suffix import SuffixDrafter
 from specexport.runtime.engine import TargetEngine
-from specexport.runtime.errors import UsageError
+from specexport.runtime.errors import BundleError, UsageError
 from specexport.runtime.manifest import DrafterInfo
 
 __all__ = ["DRAFTERS", "GRAPH_DRAFTERS", "NO_DRAFTER", "DraftRequest", "Drafter", "Observation", "make_drafter"]
@@ -33,7 +33,13 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
 
 def _head(factory: Callable[..., Drafter]) -> Callable[[DrafterInfo, Bundle, TargetEngine], Drafter]:
     def open_head(info: DrafterInfo, bundle: Bundle, engine: TargetEngine) -> Drafter:
-        return factory(engine.open_graph(str(info.graph)), name=info.name, tree=info.tree, **info.options)
+        options: dict[str, Any] = dict(info.options)
+        rows, vocabulary = options.pop("rows", None), options.pop("vocabulary", None)
+        for name in ("depth", "heads"):
+            if name in options and (type(options[name]) is not int or not 1 <= options[name] <= MAX_DEPTH):
+                raise BundleError(f"drafter {info.name!r}: {name} is {options[name]!r}, expected 1 to {MAX_DEPTH}")
+        ids = read_vocabulary(bundle, info.name, rows, vocabulary, range(bundle.manifest.target.vocab_size))
+        return factory(engine.open_graph(str(info.graph)), ids, name=info.name, tree=info.tree, **options)
 
     return open_head
 

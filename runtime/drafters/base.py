@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from specexport.runtime.sampling import SamplingParams
 from specexport.runtime.tree import Tree
 
 
@@ -36,12 +37,14 @@ class Observation:
         tree: the tree that was verified. path: indices of its accepted nodes, the root first.
         logits: float32 [V] of a node (a view, valid only during the call to ``observe``); raises IndexError for a
             node whose logits were not computed.
+        seconds: how long the call took.
     """
 
     emitted: Sequence[int]
     tree: Tree
     path: Sequence[int]
     logits: Callable[[int], NDArray[np.float32]]
+    seconds: float = 0.0
 
 
 class Drafter(Protocol):
@@ -81,3 +84,39 @@ class FeatureDrafter(Drafter, Protocol):
             first: absolute position of the first of them. features: [n, F], valid only during the call.
         """
         ...
+
+
+@runtime_checkable
+class CoupledDrafter(Drafter, Protocol):
+    """A drafter that can choose its drafts with the noise that the target draws its tokens with.
+
+    Its trees are still chosen, not drawn, so they carry no probabilities (unlike
+    :class:`~specexport.runtime.rules.SampledDrafter`'s): only a rule that compares tokens gains by it.
+    """
+
+    def couple(self, params: SamplingParams | None) -> None:
+        """The noise to draft with from now on; None: none. Called before ``begin``, once a prompt."""
+        ...
+
+
+@runtime_checkable
+class StepwiseDrafter(Drafter, Protocol):
+    """A drafter that pays for each token of its chain (a draft model): a shorter request is a cheaper one.
+
+    Attributes:
+        cost_per_token: True.
+    """
+
+    cost_per_token: bool
+
+
+@runtime_checkable
+class DecidingDrafter(Drafter, Protocol):
+    """A drafter that chooses whom to ask.
+
+    Attributes:
+        asked: what the last proposal cost: the name of a head, or ``lookups``; None before the first.
+    """
+
+    @property
+    def asked(self) -> str | None: ...

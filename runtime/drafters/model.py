@@ -42,6 +42,7 @@ class ModelDrafter:
     """
 
     kind = "model"
+    cost_per_token = True
 
     def __init__(
         self,

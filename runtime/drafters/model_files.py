@@ -13,8 +13,8 @@ from specexport.runtime.engine import TargetEngine
 from specexport.runtime.errors import BundleError
 from specexport.runtime.manifest import DrafterInfo
 
-#: Longest draft that a manifest may ask for.
-MAX_DEPTH = 64
+#: Longest draft that a manifest may ask for, and largest vocabulary of a drafter.
+MAX_DEPTH, MAX_ROWS = 64, 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class ModelOptions:
     cache_bytes: int
 
     def __post_init__(self) -> None:
-        bounds = {"depth": MAX_DEPTH, "slots": 1 << 24, "vocab_size": 1 << 24, "valid_vocab": self.vocab_size}
+        bounds = {"depth": MAX_DEPTH, "slots": 1 << 24, "vocab_size": MAX_ROWS, "valid_vocab": self.vocab_size}
         for name, high in bounds.items():
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= high:
@@ -64,7 +64,7 @@ def open_model(info: DrafterInfo, bundle: Bundle, engine: TargetEngine) -> Model
         )
     return ModelDrafter(
         model,
-        _vocabulary(bundle, options),
+        read_vocabulary(bundle, info.name, options.valid_vocab, options.vocabulary, range(-1, target.valid_vocab)),
         target.vocab_size,
         depth=options.depth,
         prefill_chunk=target.prefill_chunk,
@@ -72,15 +72,25 @@ def open_model(info: DrafterInfo, bundle: Bundle, engine: TargetEngine) -> Model
     )
 
 
-def _vocabulary(bundle: Bundle, options: ModelOptions) -> NDArray[np.int64]:
-    count, ids = options.valid_vocab, bundle.manifest.target.valid_vocab
-    if options.vocabulary is None:
-        return np.arange(min(count, ids), dtype=np.int64)
-    name = str(options.vocabulary)
+def read_vocabulary(bundle: Bundle, drafter: str, rows: object, file: object, ids: range) -> NDArray[np.int64]:
+    """int64 [rows]: the target's id of each row of a drafter's vocabulary.
+
+    Args:
+        rows, file: as the manifest states them; without a file the ids are the target's own, as far as it has them.
+        ids: that a file may hold.
+
+    Raises:
+        BundleError: an impossible number of rows, or a file that is missing or damaged.
+    """
+    if type(rows) is not int or not 1 <= rows <= MAX_ROWS:
+        raise BundleError(f"drafter {drafter!r} has {rows!r} rows of vocabulary, expected 1 to {MAX_ROWS}")
+    if file is None:
+        return np.arange(min(rows, ids.stop), dtype=np.int64)
+    name = str(file)
     path = bundle.file(name)
-    if (size := bundle.manifest.files[name].bytes) != 4 * count:
-        raise BundleError(f"{name} has {size} bytes, expected 4 for each of {count} ids")
-    table = np.fromfile(path, "<i4", count).astype(np.int64)
-    if len(table) != count or table.min() < -1 or table.max() >= ids:
-        raise BundleError(f"{name} is damaged: expected {count} ids from -1 to {ids - 1}")
+    if (size := bundle.manifest.files[name].bytes) != 4 * rows:
+        raise BundleError(f"{name} has {size} bytes, expected 4 for each of {rows} ids")
+    table = np.fromfile(path, "<i4", rows).astype(np.int64)
+    if len(table) != rows or table.min() < ids.start or table.max() >= ids.stop:
+        raise BundleError(f"{name} is damaged: expected {rows} ids from {ids.start} to {ids.stop - 1}")
     return table

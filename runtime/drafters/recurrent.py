@@ -2,7 +2,8 @@
 
 Entry p of the draft cache joins the target's features of token p with token p + 1. It is stable: it is computed from
 true features only, once both are known, so the cache never holds what the drafter itself made up. One call of the graph
-appends what became known since the last call and grows a whole tree from the newest entry.
+appends what became known since the last call and grows a whole tree from the newest entry. Where the target samples, it
+ranks with the target's noise (:mod:`specexport.runtime.drafters.noise`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from numpy.typing import NDArray
 
 from specexport.runtime import contract
 from specexport.runtime.drafters.base import DraftRequest, Observation
+from specexport.runtime.drafters.noise import DraftNoise
 from specexport.runtime.drafters.paths import Path, template
 from specexport.runtime.engine import Graph
 from specexport.runtime.errors import BundleError, UsageError
+from specexport.runtime.sampling import SamplingParams
 from specexport.runtime.tree import Tree
 
 _LOG = logging.getLogger(__name__)
@@ -30,9 +33,11 @@ class RecurrentDrafter:
     """Proposes a tree from the features of everything committed so far.
 
     Args:
-        graph: see ``exporter.heads.export``. nodes: drafted nodes of its tree. depth: of its deepest node.
+        graph: see ``exporter.heads.export``. ids: int64 [n], target ids of the rows of the head's vocabulary.
+        nodes: drafted nodes of its tree. depth: of its deepest node.
         slots: rows of its cache. max_positions: context the head was trained for; past either, nothing is proposed.
         tree: rank paths of the static tree that the graph grows; None where it grows a dynamic one.
+        coupled: draft with the target's noise where that helps; False only to measure without.
 
     Raises:
         UsageError: a static tree of another size.
@@ -41,20 +46,23 @@ class RecurrentDrafter:
     def __init__(
         self,
         graph: Graph,
+        ids: NDArray[np.int64],
         *,
         nodes: int,
         depth: int,
         slots: int,
         max_positions: int,
         tree: Sequence[Path] | None = None,
+        coupled: bool = True,
         name: str = "eagle3",
     ) -> None:
-        self.name = name
+        self.name, self.coupled = name, coupled
         self._parents = None if tree is None else self._fixed(tree, nodes, depth)
         #: Widest useful tree, the root included.
         self.max_nodes = nodes + 1
         self._graph, self._limit = graph, min(slots, max_positions)
         self._depth = depth
+        self._noise = DraftNoise(ids, depth)
         self._rows = 0  # entries in the cache
         self._tokens: list[int] = []  # committed tokens from position _rows on, ...
         self._features: list[NDArray[Any]] = []  # ... and their features, in pieces
@@ -92,6 +100,10 @@ class RecurrentDrafter:
             self._tokens, self._features = self._tokens[:kept], [np.concatenate(self._features)[:kept]]
         self._past_limit = False
 
+    def couple(self, params: SamplingParams | None) -> None:
+        """See :meth:`specexport.runtime.drafters.base.CoupledDrafter.couple`."""
+        self._noise.begin(params if self.coupled else None)
+
     def begin(self, tokens: Sequence[int], first: int) -> None:
         """Nothing to learn: the prompt was absorbed."""
 
@@ -114,6 +126,7 @@ class RecurrentDrafter:
                 contract.FEATURES: features[None, :count],
                 contract.TOKENS: np.array([following], np.int64),
                 contract.PAST: np.array([self._rows], np.int64),
+                **self._noise.inputs(self._rows + count + 1),
             }
         )
         self._rows += count

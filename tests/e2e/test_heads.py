@@ -55,7 +55,7 @@ def build_bundle(tiny: Tiny, folder: Path, draft: DraftOptions = DRAFT) -> Bundl
         write_checkpoint(target, TARGET_CONFIG, llama_tensors(Random(1)))
         write_words(target)
     options = BuildOptions(
-        source=str(target), output=folder / "bundle", window=WINDOW, prefill_chunk=8, heads=str(heads), draft=draft
+        source=str(target), output=folder / "bundle", window=WINDOW, prefill_chunk=8, heads=(str(heads),), draft=draft
     )
     return build(options, Progress(quiet=True)).bundle
 
@@ -84,6 +84,7 @@ def check_cache(bundle: Bundle, engine: TargetEngine) -> None:
     used = session._decoder.drafter
     tokens = session._decoder.committed
     assert isinstance(used, RecurrentDrafter)
+    used.couple(None)  # as the fresh one, which was never told to sample
     fresh = find_drafter(bundle, bundle.manifest.drafter, engine)
     assert isinstance(fresh, RecurrentDrafter)
     count = len(tokens)

@@ -19,7 +19,7 @@ from specexport.exporter.heads.detect import open_head
 from specexport.exporter.heads.files import HeadFiles
 from specexport.exporter.heads.merged import check_target, target_view
 from specexport.exporter.heads.record import HeadLineage, RecurrentRecord
-from specexport.runtime.errors import CheckpointError
+from specexport.runtime.errors import CheckpointError, UsageError
 from tests.exporter.heads.writers import TARGET, VD, H, Memory, N, Tiny, V, every, same
 from tests.tiny import write_checkpoint
 
@@ -166,6 +166,43 @@ def test_readings_of_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(monkeypatch, placeholder, "skip_prenorm", "placeholder")
 
 
+def test_both_readings_are_within_reach(tmp_path: Path) -> None:
+    """What a head leaves open is settled behind its source, without touching its files; the config may not disagree."""
+    three = {f"fc_norm__{i}__weight": torch.zeros(H) for i in range(3)}
+    both = str(changed("eagle3", {"fc_norm": True, "norm_output": True}, **three).write(tmp_path / "both"))
+    with pytest.raises(CheckpointError, match=r"HEADS\?feedback=raw .*HEADS\?feedback=normed"):
+        open_head(both, target=TARGET)
+    for feedback in ("raw", "normed"):
+        record = open_head(f"{both}?feedback={feedback}", target=TARGET).record
+        assert isinstance(record, RecurrentRecord) and record.feedback == feedback and record.final_norm
+    bare = str(changed("eagle3", {"norm_output": False}).write(tmp_path / "bare"))
+    with pytest.raises(CheckpointError, match=r"HEADS\?final_norm=false .*HEADS\?feedback=raw"):
+        open_head(bare, target=TARGET)
+    for settled, normed in (("final_norm=false", False), ("feedback=raw&captures=1,2,3", True)):
+        record = open_head(f"{bare}?{settled}", target=TARGET).record
+        assert isinstance(record, RecurrentRecord) and record.final_norm == normed and record.feedback == "raw"
+        assert record.captures == ((1, 2, 3) if "captures" in settled else (2, 4, 5))
+    silent = str(changed("eagle3_speculators", {"norm_before_residual": None}).write(tmp_path / "silent"))
+    record = open_head(f"{silent}?norm_before_residual=true").record
+    assert isinstance(record, RecurrentRecord) and record.norm_before_residual
+    said = str(ALL["eagle3_speculators"].write(tmp_path / "said"))
+    for wrong in ("norm_before_residual=false", "feedback=raw", "final_norm=false", "mood=good"):
+        with pytest.raises(CheckpointError, match=wrong.split("=")[0]):
+            open_head(f"{said}?{wrong}")
+    with pytest.raises(CheckpointError, match="specexport"):
+        open_head(f"{ALL['eagle1'].write(tmp_path / 'one')}?feedback=raw")
+    with pytest.raises(UsageError, match="not one key=value"):
+        open_head(f"{said}?feedback")
+
+
+def test_embeddings_are_not_scaled(tmp_path: Path) -> None:
+    """A Gemma target multiplies its embeddings, its heads do not: they were trained on a plain copy of the table."""
+    gemma = replace(TARGET, architecture="gemma3", embedding_scale=H**0.5)
+    head = open_head(str(ALL["eagle3"].write(tmp_path)), target=gemma)
+    assert isinstance(head.record, RecurrentRecord)
+    assert head.record.embedding == "target" and head.record.embedding_scale == 1.0
+
+
 def test_layouts_by_tensors_not_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """EAGLE-1 tensors in an "eagle3" repository are an EAGLE-1 head; its keys, though, would contradict."""
     tiny = changed("eagle1", {"architectures": ["LlamaForCausalLMEagle3"]})
@@ -178,9 +215,7 @@ def test_layouts_by_tensors_not_names(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("dialect", "tensor", "words"),
     [
-        ("mtp_deepseek", "model.layers.8.self_attn.kv_a_proj_with_mqa.weight", "latent attention"),
-        ("mtp_deepseek", "model.layers.8.mlp.experts.0.up_proj.weight", "mixture of experts"),
-        ("mtp_qwen3_next", "mtp.layers.0.mlp.shared_expert_gate.weight", "mixture of experts"),
+        ("eagle1", "layers.0.mlp.gate.weight", "a mixture of experts is not built for a model_type of llama"),
         ("mtp_qwen3_next", "mtp.layers.0.linear_attn.conv1d.weight", "linear attention"),
     ],
 )
@@ -195,9 +230,19 @@ def test_blocks_that_are_not_built(dialect: str, tensor: str, words: str, monkey
 
 
 def test_gated_queries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    query = ALL["mtp_qwen3_next"].tensors["mtp.layers.0.self_attn.q_proj.weight"]
-    tiny = changed("mtp_qwen3_next", mtp__layers__0__self_attn__q_proj__weight=torch.cat([query, query]))
-    refused(monkeypatch, tiny, "gate (Qwen3-Next)")
+    query = ALL["mtp_deepseek"].tensors["model.layers.8.self_attn.q_proj.weight"]
+    tiny = changed("mtp_deepseek", model__layers__8__self_attn__q_proj__weight=torch.cat([query, query]))
+    refused(monkeypatch, tiny, "gate (a model_type of qwen3_next")
+
+
+def test_prediction_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain is counted in the file, and its layers share their tables."""
+    refused(monkeypatch, changed("mtp_deepseek_chain", {"num_nextn_predict_layers": 2}), "is 2", "holds 3")
+    table = ALL["mtp_deepseek_chain"].tensors["model.layers.9.embed_tokens.weight"]
+    other = changed("mtp_deepseek_chain", model__layers__9__embed_tokens__weight=table + 1)
+    refused(monkeypatch, other, "'model.layers.9.embed_tokens.weight'", "'model.layers.8.embed_tokens.weight'")
+    gap = changed("mtp_deepseek_chain", model__layers__9__eh_proj__weight=None)
+    refused(monkeypatch, gap, "num_nextn_predict_layers is 3", "holds 1")
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,11 @@ def test_a_draft_model_is_read_with_its_own_context(tmp_path: Path) -> None:
     assert (other.vocabulary, other.warnings) == (None, ())
 
 
+def test_a_revision_of_a_local_path_is_named_as_it_was_given(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="--draft-revision v1 is for hub ids"):
+        read_draft_model(str(tmp_path), b"", slots=8, depth=2, revision="v1")
+
+
 @pytest.mark.parametrize(
     ("harm", "options", "words"),
     [

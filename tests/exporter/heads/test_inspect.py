@@ -34,6 +34,26 @@ def test_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "warning: the head names org/target-8b as its target" in shown.err
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "mtp_deepseek_v3",
+            "4 heads of 10 over a latent of 7 + 4, width 16, 3 of 8 experts of 6 by sigmoid from the 2 best",
+        ),
+        ("mtp_deepseek_v3", "weights normalised and times 2.5, a shared one of 12"),
+        ("mtp_deepseek_v3", "yarn, theta 500000, 4 of 10 dimensions, neighbouring pairs"),
+        ("mtp_qwen3_next_moe", "3 of 8 experts of 6 by softmax, weights normalised, a shared one of 10 with a gate"),
+        ("mtp_qwen3_next", "q and k norms, a gate on each head's output"),
+        ("mtp_deepseek_chain", "3 layers, each drafting one depth from the one before"),
+        ("mtp_deepseek_chain", "the head's, not scaled"),
+    ],
+)
+def test_words_of_prediction_layers(name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", str(ALL[name].write(tmp_path / "head"))]) == 0
+    assert words in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_json(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny = ALL[name]

@@ -95,10 +95,11 @@ def layer(
     bias: bool = False,
     output_bias: bool = False,
     qk_norm: bool = False,
+    gated: bool = False,
 ) -> tuple[Tensors, Tensors]:
     """One decoder layer: (stored, canonical) tensors."""
     names: list[tuple[str, str, tuple[int, ...]]] = [
-        ("self_attn.q_proj.weight", "attention.q_proj.weight", (heads * dim, width)),
+        ("self_attn.q_proj.weight", "attention.q_proj.weight", (heads * dim * (2 if gated else 1), width)),
         ("self_attn.k_proj.weight", "attention.k_proj.weight", (kv * dim, width)),
         ("self_attn.v_proj.weight", "attention.v_proj.weight", (kv * dim, width)),
         ("self_attn.o_proj.weight", "attention.o_proj.weight", (hidden, heads * dim)),
