@@ -8,7 +8,7 @@ commit graph for the steps in which accepted rows have to move.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from specexport.runtime import contract
 from specexport.runtime.errors import BundleError, SpecExportError, UsageError
+from specexport.runtime.machine import physical_cores as physical_cores
+from specexport.runtime.manifest import GPU_FORMATS, MANIFEST_NAME, Manifest
 
 TARGET_FILE = "target.onnx"
 #: The graphs lowered for the CPU lie beside the target because they share its data file.
@@ -46,21 +48,6 @@ def cpu_files(graph: str) -> tuple[str, str]:
     return f"{stem}.cpu.onnx", f"{stem}.commit.cpu.onnx"
 
 
-def physical_cores() -> int:
-    """Cores this process may use, hyper-threads counted once where Linux tells; at least 1."""
-    try:
-        allowed = os.sched_getaffinity(0)
-    except AttributeError:  # not Linux
-        return max(1, os.cpu_count() or 1)
-    siblings = set()
-    for cpu in allowed:
-        try:
-            siblings.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
-        except OSError:
-            siblings.add(str(cpu))
-    return max(1, len(siblings))
-
-
 def _options(threads: int) -> ort.SessionOptions:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads or physical_cores()
@@ -81,7 +68,7 @@ def _open(path: Path, options: ort.SessionOptions, providers: list[Any]) -> ort.
     except Exception as error:  # onnxruntime's exceptions share no base of their own
         reason = (str(error).splitlines() or ["no reason given"])[0]
         if "NOT_IMPLEMENTED" in reason:
-            reason += "; if the bundle is bf16, build it with --dtype fp32 or fp16 for this engine"
+            reason += "; if the bundle is bf16, build it with --activations fp32 for this engine"
         raise BundleError(f"{path}: onnxruntime {ort.__version__} cannot load it: {reason}") from error
 
 
@@ -198,6 +185,13 @@ class OrtGraph:
         return {name: value.numpy() for name, value in zip(self._names, results, strict=True)}
 
 
+def open_graph(
+    path: Path, threads: int = 0, providers: Sequence[Any] = ("CPUExecutionProvider",), device: str = "cpu"
+) -> OrtGraph:
+    """A drafter's graph, also for targets on engines that have none of their own."""
+    return OrtGraph(_open(path, _options(threads), list(providers)), device)
+
+
 class OrtEngine:
     """A target on ONNX Runtime (the :class:`specexport.runtime.engine.TargetEngine` protocol).
 
@@ -230,7 +224,8 @@ class OrtEngine:
                 "'pip install onnxruntime-gpu' or choose the engine onnxruntime-cpu"
             )
         lowered_file, commit_file = cpu_files(graph)
-        self._lowered = lowered and not cuda and (bundle_path / lowered_file).is_file()
+        self._lowering = lowered and not cuda
+        self._lowered = self._lowering and (bundle_path / lowered_file).is_file()
         path = bundle_path / (lowered_file if self._lowered else graph)
         self._open = partial(OrtEngine, bundle_path, threads=threads, cuda=cuda, lowered=lowered, optimize=optimize)
         options = _options(threads)
@@ -305,7 +300,9 @@ class OrtEngine:
 
     def open_graph(self, name: str) -> OrtGraph:
         """See :meth:`specexport.runtime.engine.TargetEngine.open_graph`."""
-        return OrtGraph(_open(self._bundle_path / name, _options(self._threads), self._providers), self._device)
+        lowered = self._bundle_path / cpu_files(name)[0]
+        path = lowered if self._lowering and lowered.is_file() else self._bundle_path / name
+        return open_graph(path, self._threads, self._providers, self._device)
 
     def open_target(self, name: str) -> OrtEngine:
         """See :meth:`specexport.runtime.engine.TargetEngine.open_target`."""
@@ -319,7 +316,20 @@ class OrtEngine:
 
 
 def load_cpu(bundle_path: Path, *, threads: int = 0) -> OrtEngine:
-    """Entry point ``onnxruntime-cpu``."""
+    """Entry point ``onnxruntime-cpu``.
+
+    Raises:
+        UsageError: the bundle's weights are in a format that only GPUs multiply with.
+    """
+    manifest = bundle_path / MANIFEST_NAME
+    if manifest.is_file():
+        precision = Manifest.from_json(manifest.read_bytes()).target.precision
+        for name in ("weights", "lm_head", "embedding"):
+            if (form := getattr(precision, name)) in GPU_FORMATS:
+                raise UsageError(
+                    f"{bundle_path}: {name} {form}: onnxruntime-cpu multiplies with fp32, fp16, bf16, int8 and int4; "
+                    "build the bundle with --precision int4 or int8 for this engine"
+                )
     return OrtEngine(bundle_path, threads=threads)
 
 

@@ -33,6 +33,9 @@ class TargetEngine(Protocol):
     Attributes:
         slots: S, rows that may hold tokens. vocab_size: V, width of a row of logits.
         features_size: F, 0 when the graph has no features.
+
+    An engine whose rows of logits depend on how many rows a call has says so by an attribute ``width_exact = False``
+    (see :func:`width_exact`): speculation may then take another token where two are nearly tied.
     """
 
     slots: int
@@ -83,6 +86,11 @@ class TargetEngine(Protocol):
         ...
 
 
+def width_exact(engine: TargetEngine) -> bool:
+    """Whether an engine promises that a row of logits does not depend on how many rows its call has."""
+    return bool(getattr(engine, "width_exact", True))
+
+
 class EngineFactory(Protocol):
     """The object an entry point names."""
 
@@ -95,10 +103,15 @@ def find_engine(name: str) -> EngineFactory:
     """The engine registered under ``name``.
 
     Raises:
-        UsageError: no such engine is installed; the message lists those that are.
+        UsageError: no such engine is installed, and the message lists those that are; or what it needs is not.
     """
     found = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
     if name not in found:
         raise UsageError(f"unknown engine {name!r}: installed engines are {', '.join(sorted(found)) or 'none'}")
-    factory: EngineFactory = found[name].load()
+    try:
+        factory: EngineFactory = found[name].load()
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"engine {name!r} needs {error.name}: install it with \"pip install 'specexport[{name.split('-')[0]}]'\""
+        ) from error
     return factory

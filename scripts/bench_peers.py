@@ -1,0 +1,295 @@
+"""Our engines and other people's side by side: cost of a step by width, and plain and lookup decoding end to end.
+
+    python scripts/bench_peers.py steps --prompts question.jsonl.gz --bundle smollm2-int8 \\
+        --run "ours ORT int8" onnxruntime-cpu smollm2-int8 --run "ours OV int8" openvino-cpu smollm2-int8 \\
+        --run "genai int8" genai genai-int8 --run "OpenVINO int8" openvino-genai ov-int8 \\
+        --run "llama.cpp Q8_0" llamacpp smollm2.q8_0.gguf \\
+        --python genai=envs/genai/bin/python --python openvino-genai=envs/openvino/bin/python ...
+    python scripts/bench_peers.py decode (the same) --tasks summarization rag --count 5 --new 128
+
+Every ``--run LABEL KIND PATH`` is a process of its own (``peer_worker.py``) that works when it is asked to; rounds
+alternate over the engines, figures are medians. KIND is one of our engines (``specexport doctor`` lists them), or
+``genai``, ``openvino-genai``, ``llamacpp``, ``transformers``. What is missing or fails is named in the table, not left
+out. Prompts are tokenised by ``--bundle`` (with its chat template) and go to every engine as the same ids.
+
+Making the peers' environments and models, from one GGUF file or Hugging Face directory (one environment each):
+
+- HF directory from GGUF: ``from_pretrained(folder, gguf_file=...)`` in Transformers (needs accelerate, gguf), clear
+  ``hf_quantizer``, ``is_quantized`` and ``config.quantization_config``, set ``config.architectures`` (Gemma 3:
+  ``rms_norm_eps = 1e-6``), then ``save_pretrained``.
+- genai: ``pip install onnxruntime-genai onnxruntime onnx onnx-ir torch 'transformers>=5.2'``, then
+  ``python -m onnxruntime_genai.models.builder -i HF -o OUT -p int4|int8|fp32 -e cpu --extra_options accuracy_level=4``
+- openvino-genai: ``pip install openvino-genai openvino-tokenizers nncf optimum-intel transformers==4.57.6``, then
+  ``optimum-cli export openvino -m HF --task text-generation-with-past --weight-format fp16|int8|int4 OUT``
+- llamacpp: ``pip install llama-cpp-python`` (builds from source); other quantisations of the same GGUF by
+  ``llama_cpp.llama_model_quantize`` with ``allow_requantize``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specexport.engines.ort import physical_cores
+from specexport.exporter.bench.suites import read_suite
+from specexport.runtime import Bundle
+from specexport.runtime.machine import cpu_model
+
+WIDTHS = (1, 2, 4, 8, 16, 32)
+WORKER = Path(__file__).with_name("peer_worker.py")
+PEERS = ("genai", "openvino-genai", "llamacpp", "transformers")
+
+
+class Worker:
+    """One engine in its process. ``problem`` says why it takes no part (any more)."""
+
+    def __init__(self, label: str, kind: str, path: str, python: str | None, threads: int) -> None:
+        self.label, self.kind, self.path = label, kind, path
+        self.problem: str | None = None
+        self.versions: dict[str, str] = {}
+        if kind in PEERS and python is None:
+            self.problem = f"skipped: no interpreter, give --python {kind}=PATH"
+        elif not Path(path).exists():
+            self.problem = f"skipped: {path} does not exist"
+        elif python is not None and not Path(python).exists():
+            self.problem = f"skipped: {python} does not exist"
+        if self.problem:
+            return
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        if kind in PEERS:
+            environment.pop("PYTHONPATH", None)
+        self._process = subprocess.Popen(
+            [python or sys.executable, str(WORKER), kind, path, str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        self.versions = (self._answer() or {}).get("versions", {})
+
+    def ask(self, **request: Any) -> dict[str, Any] | None:
+        """The answer, or None where there is no engine (left)."""
+        if self.problem or self._process.stdin is None:
+            return None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            self.problem = "failed: the process ended"
+            return None
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any] | None:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        found: dict[str, Any] = json.loads(line) if line else {"error": "the process ended"}
+        if "error" in found:
+            self.problem = "failed: " + (found["error"].strip().splitlines() or ["?"])[-1][:200]
+            return None
+        return found
+
+    def close(self) -> None:
+        if hasattr(self, "_process"):
+            self._process.communicate()
+
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that a step reads: all of a model whose input table is its output table too."""
+        path = Path(self.path)
+        if path.is_file():
+            return path.stat().st_size
+        lowered = path / "target.cpu.onnx.data"
+        if self.kind == "onnxruntime-cpu" and lowered.is_file():
+            return lowered.stat().st_size
+        names = ("target.onnx.data", "openvino_model.bin", "model.onnx.data", "model.safetensors")
+        return next((size for name in names if (size := _size(path / name))), 0)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def bandwidth(threads: int) -> float:
+    """Bytes a second that so many threads read from memory: sums over 1 GB, the best of five."""
+    parts = np.array_split(np.ones(1 << 27, np.int64), threads)
+    best = 0.0
+    for _ in range(5):
+        pool = [threading.Thread(target=part.sum) for part in parts]
+        begin = time.perf_counter()
+        for thread in pool:
+            thread.start()
+        for thread in pool:
+            thread.join()
+        best = max(best, sum(part.nbytes for part in parts) / (time.perf_counter() - begin))
+    return best
+
+
+def peak_flops(threads: int) -> float:
+    """float32 operations a second: one product of ONNX Runtime's, large enough to be bound by them."""
+    import onnx_ir as ir
+    import onnxruntime as ort
+    from onnx_ir import serde
+
+    size = 1024
+    left, right = (
+        ir.Value(name=name, shape=ir.Shape([size, size]), type=ir.TensorType(ir.DataType.FLOAT)) for name in "ab"
+    )
+    node = ir.node("MatMul", [left, right])
+    node.outputs[0].name, node.outputs[0].shape, node.outputs[0].type = "c", left.shape, left.type
+    graph = ir.Graph([left, right], node.outputs, nodes=[node], name="peak", opset_imports={"": 20})
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    model = serde.serialize_model(ir.Model(graph, ir_version=10)).SerializeToString()
+    session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    inputs = {name: np.ones((size, size), np.float32) for name in "ab"}
+    seconds = []
+    for _ in range(12):
+        begin = time.perf_counter()
+        session.run(None, inputs)
+        seconds.append(time.perf_counter() - begin)
+    return 2 * size**3 / min(seconds)
+
+
+def read_prompts(arguments: argparse.Namespace) -> list[tuple[str, list[int]]]:
+    """(task, tokens) of ``--count`` prompts of each task, as far as prompt and answer fit."""
+    bundle = Bundle.load(arguments.bundle)
+    tokenizer = bundle.tokenizer
+    template = tokenizer.chat_template() if bundle.chat_template is not None else None
+    found = []
+    for prompt in read_suite(arguments.prompts, tuple(arguments.tasks or ()), arguments.count):
+        if template is None:
+            tokens = tokenizer.encode(prompt.text)
+        else:
+            text = template.render([{"role": "user", "content": prompt.text}])
+            tokens = tokenizer.encode(text, add_special=False)
+        if len(tokens) + arguments.new <= arguments.longest:
+            found.append((prompt.task, list(tokens)))
+    if not found:
+        raise SystemExit(f"no prompt of {arguments.prompts} leaves room for --new {arguments.new} in --longest")
+    return found
+
+
+def steps(arguments: argparse.Namespace, workers: list[Worker]) -> dict[str, Any]:
+    """The table of step costs, and what bounds it."""
+    tokens = [token for _, prompt in read_prompts(arguments) for token in prompt]
+    needed = arguments.past + 8 * max(WIDTHS)
+    tokens = (tokens * (needed // len(tokens) + 1))[:needed]
+    samples: dict[str, dict[int, list[float]]] = {worker.label: {width: [] for width in WIDTHS} for worker in workers}
+    for _ in range(arguments.rounds):
+        for width in WIDTHS:
+            for worker in workers:
+                asked = worker.ask(op="step", tokens=tokens, past=arguments.past, width=width, repeats=3)
+                samples[worker.label][width] += (asked or {}).get("seconds", [])
+    speed, peak = bandwidth(arguments.threads), peak_flops(arguments.threads)
+    print(f"memory {speed / 1e9:.1f} GB/s read, {peak / 1e9:.0f} GFLOP/s in float32; ms a step, past {arguments.past}")
+    print(f"{'':>24} " + " ".join(f"{f'T={width}':>8}" for width in WIDTHS) + "  T=8/T=1   bytes read")
+    for worker in workers:
+        if worker.problem:
+            print(f"{worker.label:>24} {worker.problem}")
+            continue
+        ms = {width: 1e3 * statistics.median(times) for width, times in samples[worker.label].items()}
+        size = worker.weight_bytes()
+        row = " ".join(f"{value:8.1f}" for value in ms.values())
+        bound = f"{size / 1e6:.0f} MB = {1e3 * size / speed:.1f} ms"
+        print(f"{worker.label:>24} {row}  {ms[8] / ms[1]:7.2f}   {bound}")
+    parameters = arguments.parameters
+    if parameters:
+        row = " ".join(f"{2e3 * parameters * width / peak:8.1f}" for width in WIDTHS)
+        print(f"{'float32 operations':>24} {row}            {parameters / 1e6:.0f} M multiply-adds a token")
+    return {"samples": samples, "bytes_per_second": speed, "float32_operations_per_second": peak}
+
+
+def decode(arguments: argparse.Namespace, workers: list[Worker]) -> dict[str, Any]:
+    """The table of tokens a second, plain and with each engine's lookup."""
+    prompts = read_prompts(arguments)
+    runs: list[dict[str, Any]] = []
+    asks = [(worker, lookup) for worker in workers for lookup in (False, True)]
+    for worker, lookup in asks:  # the first call allocates
+        worker.ask(op="decode", tokens=prompts[0][1], new=8, lookup=lookup)
+    for index, (task, tokens) in enumerate(prompts):
+        turn = index % len(asks)
+        for worker, lookup in asks[turn:] + asks[:turn]:
+            found = worker.ask(op="decode", tokens=tokens, new=arguments.new, lookup=lookup)
+            if found is not None:
+                runs.append({"prompt": index, "task": task, "label": worker.label, "lookup": lookup} | found)
+    print(f"{len(prompts)} prompts, at most {arguments.new} new tokens, greedy; tokens/s decoding (end to end)")
+    print(f"{'':>24} {'plain':>16} {'lookup':>16} {'gain':>6} {'same':>7}")
+    for worker in workers:
+        mine = [[run for run in runs if run["label"] == worker.label and run["lookup"] is on] for on in (False, True)]
+        if worker.problem or not all(mine):
+            print(f"{worker.label:>24} {worker.problem or 'no run'}")
+            continue
+        cells = [f"{_median(each, False):.1f} ({_median(each, True):.1f})" for each in mine]
+        pairs = list(zip(*mine, strict=True))
+        same = sum(plain["tokens"] == other["tokens"] for plain, other in pairs)
+        gain = _median(mine[1], False) / _median(mine[0], False)
+        print(f"{worker.label:>24} {cells[0]:>16} {cells[1]:>16} {gain:5.2f}x {f'{same}/{len(pairs)}':>7}")
+    return {"runs": runs}
+
+
+def _median(runs: list[dict[str, Any]], end_to_end: bool) -> float:
+    """Tokens a second; the first token belongs to the prefill."""
+    rates = []
+    for run in runs:
+        count = len(run["tokens"])
+        seconds = run["decode_s"] + (run["prefill_s"] if end_to_end else 0)
+        rates.append((count if end_to_end else count - 1) / max(seconds, 1e-9))
+    return statistics.median(rates)
+
+
+def _pairs(values: list[str]) -> Iterator[tuple[str, str]]:
+    for value in values:
+        name, equals, path = value.partition("=")
+        if not equals:
+            raise SystemExit(f"--python {value}: expected KIND=INTERPRETER")
+        yield name, path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["steps", "decode"])
+    parser.add_argument("--run", nargs=3, action="append", required=True, metavar=("LABEL", "KIND", "PATH"))
+    parser.add_argument("--python", action="append", default=[], metavar="KIND=INTERPRETER")
+    parser.add_argument("--bundle", type=Path, required=True, help="Whose tokenizer and template prompts go through.")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with 'turns' or 'prompt'; plain or gz.")
+    parser.add_argument("--tasks", nargs="+", help="Of the prompts; all of them unless told otherwise.")
+    parser.add_argument("--count", type=int, default=2, help="Prompts of each task.")
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--longest", type=int, default=1024, help="Tokens of prompt and answer at most.")
+    parser.add_argument("--past", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--parameters", type=int, default=0, help="Multiply-adds a token, for the bound by operations.")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    arguments.threads = arguments.threads or physical_cores()
+    pythons = dict(_pairs(arguments.python))
+    workers = [Worker(*run, pythons.get(run[1]), arguments.threads) for run in arguments.run]
+    print(f"{cpu_model()}, {arguments.threads} threads", flush=True)
+    try:
+        record = (steps if arguments.what == "steps" else decode)(arguments, workers)
+    finally:
+        for worker in workers:
+            worker.close()
+    if arguments.json:
+        engines = [
+            {"label": w.label, "kind": w.kind, "path": w.path, "versions": w.versions, "problem": w.problem}
+            for w in workers
+        ]
+        head = {"cpu": cpu_model(), "threads": arguments.threads, "engines": engines}
+        arguments.json.write_text(json.dumps(head | record, indent=1))
+
+
+if __name__ == "__main__":
+    main()
