@@ -1,0 +1,283 @@
+"""Heads to be trained: their records for a target, their first weights, and the files they end up in.
+
+A recurrent head starts from the target: its lm_head rows and final norm, and one decoder layer that takes the hidden
+half of its attention, and its MLP, from the target's last layer and the embedding's half from the first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from specexport.exporter.config import RopeConfig, TargetConfig
+from specexport.exporter.heads.base import OVERRIDES, TRAINING
+from specexport.exporter.heads.modules import MedusaHeads
+from specexport.exporter.heads.record import BlockConfig, HeadLineage, MedusaRecord, RecurrentRecord
+from specexport.exporter.heads.recurrent import RecurrentDrafter
+from specexport.exporter.heads.trees import DynamicTree
+from specexport.exporter.layers import Block, Linear, Target
+from specexport.exporter.quantize.plan import FLOATS
+from specexport.exporter.rope import rope_tables
+from specexport.exporter.train.corpus import write_atomically
+
+METHODS = ("eagle3", "eagle1", "medusa")
+_PARTS = ("gate_proj", "up_proj", "down_proj")
+#: The tree of the module while it is trained; a bundle's is chosen when it is built.
+_TREE = DynamicTree(2, 1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a head; None: as the target's. ``heads`` and ``layers`` are Medusa's."""
+
+    intermediate: int | None = None
+    heads: int = 4
+    layers: int = 1
+
+
+def medusa_record(config: TargetConfig, shape: Shape) -> MedusaRecord:
+    """Heads whose logits go through the target's lm_head."""
+    return MedusaRecord(
+        dialect="medusa-legacy",
+        num_heads=shape.heads,
+        num_layers=shape.layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        block_bias=True,
+        activation="silu",
+        lm_head="target",
+        token_map=None,
+        lineage=HeadLineage(),
+    )
+
+
+def recurrent_record(
+    method: str, config: TargetConfig, captures: Sequence[int | str], ids: Tensor, shape: Shape
+) -> RecurrentRecord:
+    """A head of one Llama layer as wide as the target.
+
+    Args:
+        captures: boundaries that EAGLE-3 reads. ids: int64 [Vd], its draft vocabulary, ascending.
+    """
+    eagle3 = method == "eagle3"
+    whole = not eagle3 or len(ids) == config.vocab_size
+    rope = RopeConfig("default", config.ropes[0].theta, config.head_dim, config.max_position_embeddings, {})
+    blocks = BlockConfig(
+        num_layers=1,
+        hidden_size=config.hidden_size,
+        intermediate_size=shape.intermediate or config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        norm_eps=config.norm_eps,
+        activation="silu",
+        rope=rope,
+        attention_scale=config.head_dim**-0.5,
+        first_input_norm=False,
+    )
+    return RecurrentRecord(
+        method="eagle3" if eagle3 else "eagle1",
+        dialect="eagle3" if eagle3 else "eagle",
+        captures=tuple(captures) if eagle3 else ("final",),
+        target_hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=len(ids) if eagle3 else config.vocab_size,
+        reduce=eagle3,
+        reduce_bias=False,
+        reduce_norm="none",
+        fusion="concat" if eagle3 else "project",
+        fuse_bias=False,
+        order=("embedding", "hidden"),
+        embedding_norm=eagle3,
+        hidden_norm=eagle3,
+        norm_before_residual=False,
+        blocks=blocks,
+        final_norm=eagle3,
+        feedback="raw",
+        embedding="target",
+        embedding_size=config.hidden_size,
+        lm_head="head" if eagle3 else "target",
+        draft_to_target=None if whole else ids.numpy(),
+        max_positions=rope.max_position_embeddings,
+        lineage=HeadLineage(),
+    )
+
+
+def lm_head(target: Target) -> Tensor:
+    """[V, H]."""
+    return target.embedding if target.config.tie_word_embeddings else target.lm_head
+
+
+def new_medusa(record: MedusaRecord, target: Target, valid_vocab: int) -> MedusaHeads:
+    """Heads that repeat the target's own prediction: blocks of zeros (Medusa's initialisation)."""
+    heads = MedusaHeads(record, torch.float32, 1, valid_vocab)
+    with torch.no_grad():
+        for name, parameter in heads.named_parameters():
+            parameter.copy_(lm_head(target)) if name == "lm_head" else parameter.zero_()
+    return heads
+
+
+def new_recurrent(record: RecurrentRecord, target: Target, positions: int, valid_vocab: int) -> RecurrentDrafter:
+    """A head with its first weights.
+
+    Args:
+        positions: rows of the rope tables.
+    """
+    drafter = RecurrentDrafter(record, positions, torch.float32, _TREE, valid_vocab=valid_vocab)
+    width, spread = record.blocks.hidden_size, record.blocks.hidden_size**-0.5
+    first, last = target.layers[0], target.layers[-1]
+    assert isinstance(first, Block) and isinstance(last, Block)
+    with torch.no_grad():
+        for _, parameter in drafter.named_parameters():
+            parameter.normal_(std=0.5 * spread) if parameter.ndim == 2 else parameter.fill_(1.0)
+        drafter.embedding.copy_(target.embedding)
+        table = lm_head(target)
+        ids = record.draft_to_target
+        drafter.lm_head.copy_(table if ids is None else table[torch.from_numpy(ids)])
+        layer: Any = drafter.layers[0]
+        for name in _PARTS:
+            own, theirs = getattr(layer.mlp, name), getattr(last.mlp, name)
+            if own.weight.shape == theirs.weight.shape:
+                own.weight.copy_(theirs.weight)
+        layer.mlp_norm.weight.copy_(last.mlp_norm.weight)
+        layer.attention.o_proj.weight.copy_(last.attention.o_proj.weight)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            own = getattr(layer.attention, name).weight
+            if record.fusion == "concat":
+                own[:width].copy_(getattr(first.attention, name).weight)
+                own[width:].copy_(getattr(last.attention, name).weight)
+            else:
+                own.copy_(getattr(last.attention, name).weight)
+        if record.fusion == "concat":
+            assert drafter.embedding_norm is not None and drafter.hidden_norm is not None and drafter.norm is not None
+            drafter.embedding_norm.weight.copy_(first.input_norm.weight)
+            drafter.hidden_norm.weight.copy_(last.input_norm.weight)
+            drafter.norm.weight.copy_(target.norm.weight)
+        _pass_through(drafter, width)
+        for name, tensor in zip(("cos", "sin"), rope_tables(record.blocks.rope, drafter.positions), strict=True):
+            drafter.get_buffer(f"rope_{name}").copy_(torch.from_numpy(tensor))
+        if drafter.draft_to_target is not None and ids is not None:
+            drafter.draft_to_target.copy_(torch.from_numpy(ids))
+    return drafter
+
+
+def _pass_through(drafter: RecurrentDrafter, width: int) -> None:
+    """The last of the inputs reaches the layer as it is."""
+    for linear in (drafter.reduce, drafter.fuse):
+        if isinstance(linear, Linear):
+            linear.weight.mul_(0.2)
+            linear.weight[-width:] += torch.eye(width)
+
+
+def public_tensors(
+    record: MedusaRecord | RecurrentRecord, trained: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The tensors of a head under the names of its public format, in [out, in] layout."""
+    if isinstance(record, MedusaRecord):
+        return {
+            name.removeprefix("heads.")
+            .replace(".blocks.", ".")
+            .replace(".weight", ".linear.weight")
+            .replace(".bias", ".linear.bias"): _stored(name, tensor, dtype)
+            for name, tensor in trained.items()
+        }
+    layer = "midlayer." if record.method == "eagle3" else "layers.0."
+    names = {
+        "reduce.weight": "fc.weight",
+        "fuse.weight": "fc.weight",
+        "embedding_norm.weight": f"{layer}input_layernorm.weight",
+        "hidden_norm.weight": f"{layer}hidden_norm.weight",
+        "layers.0.mlp_norm.weight": f"{layer}post_attention_layernorm.weight",
+        "norm.weight": "norm.weight",
+        "lm_head": "lm_head.weight",
+        **{f"layers.0.attention.{p}_proj.weight": f"{layer}self_attn.{p}_proj.weight" for p in "qkvo"},
+        **{f"layers.0.mlp.{p}.weight": f"{layer}mlp.{p}.weight" for p in _PARTS},
+    }
+    tensors = {names[name]: _stored(name, tensor, dtype) for name, tensor in trained.items()}
+    if record.draft_to_target is not None:
+        ids = torch.from_numpy(record.draft_to_target)
+        marks = torch.zeros(record.vocab_size, dtype=torch.bool)
+        marks[ids] = True
+        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": marks}
+    return tensors
+
+
+def _stored(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    tensor = tensor.detach().cpu()
+    if tensor.ndim == 2 and name != "lm_head":
+        tensor = tensor.t()
+    return tensor.to(dtype).contiguous().clone()
+
+
+def public_config(record: MedusaRecord | RecurrentRecord, target_name: str, dtype: str) -> dict[str, Any]:
+    """``config.json`` of a head in its public format."""
+    if isinstance(record, MedusaRecord):
+        return {
+            "version": "2",
+            "base_model_name_or_path": target_name,
+            "medusa_num_heads": record.num_heads,
+            "medusa_num_layers": record.num_layers,
+            "hidden_size": record.hidden_size,
+            "vocab_size": record.vocab_size,
+        }
+    blocks = record.blocks
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3" if record.method == "eagle3" else "LlamaForCausalLMEagle"],
+        "model_type": "llama",
+        "hidden_size": blocks.hidden_size,
+        "intermediate_size": blocks.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": blocks.num_heads,
+        "num_key_value_heads": blocks.num_kv_heads,
+        "head_dim": blocks.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": blocks.norm_eps,
+        "rope_theta": blocks.rope.theta,
+        "max_position_embeddings": record.max_positions,
+        "vocab_size": record.vocab_size,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+    }
+    if record.method == "eagle3":
+        return config | {
+            "draft_vocab_size": record.draft_vocab_size,
+            "target_hidden_size": record.target_hidden_size,
+            "target_model_name_or_path": target_name,
+        }
+    return config | {"bias": False, "base_model_name_or_path": target_name}
+
+
+def save_head(
+    folder: Path,
+    record: MedusaRecord | RecurrentRecord,
+    trained: Mapping[str, nn.Parameter | Tensor],
+    training: Mapping[str, Any],
+    *,
+    target_name: str,
+    dtype: str = "fp16",
+) -> None:
+    """Write a head's directory: weights, and a config that says in ``specexport_training`` what it was made for.
+
+    Args:
+        training: of that object (target fingerprint, template hash, data, figures).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    medusa = isinstance(record, MedusaRecord)
+    path = folder / ("medusa_lm_head.safetensors" if medusa else "model.safetensors")
+    temporary = path.with_name(f".{path.name}.part")
+    save_file(public_tensors(record, trained, FLOATS[dtype]), temporary, metadata={"format": "pt"})
+    temporary.replace(path)
+    config = public_config(record, target_name, {"fp16": "float16", "bf16": "bfloat16"}.get(dtype, "float32"))
+    if record.method == "eagle3":
+        config[OVERRIDES] = {"captures": list(record.captures)}  # the default of many targets, but never left to guess
+    config[TRAINING] = {"captures": list(record.captures), **training}
+    write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")

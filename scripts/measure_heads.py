@@ -1,0 +1,252 @@
+"""tau of trained heads: how many tokens a target call gives, by task, over the target's own answers.
+
+The target answers every prompt once, in batches (float32, PyTorch). Each policy then drafts along that text with the
+runtime's own drafters and the bundle's graphs: a call emits what the tree has right and one token more, which is
+what the decoder does under the rule "match". So one set of answers serves every policy, and no policy waits for the
+target. Prompts that were done are not done again.
+
+    python scripts/measure_heads.py MODEL question.jsonl.gz --heads eagle3=E --heads medusa=M --work DIR [--every 8]
+
+Policies: every head, ``suffix`` alone, and ``suffix3+HEAD``: the suffix drafter where at least three tokens match, else
+the head. ``cut``: the same up to the first twelve tokens that the answer had before (small greedy targets loop, which
+flatters everybody). Intervals: 95%, bootstrap over prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from specexport.exporter.bench.suites import read_suite
+from specexport.exporter.heads.detect import open_head
+from specexport.exporter.pipeline import BuildOptions, build
+from specexport.exporter.progress import Progress
+from specexport.exporter.train.corpus import Example
+from specexport.exporter.train.generate import Prompt, write_answers
+from specexport.exporter.train.target import open_target
+from specexport.runtime.bundle import Bundle
+from specexport.runtime.drafters.base import Drafter, DraftRequest, FeatureDrafter, Observation
+from specexport.runtime.drafters.suffix import SuffixDrafter
+from specexport.runtime.engine import find_engine
+from specexport.runtime.session import find_drafter
+from specexport.runtime.tree import Tree
+
+LOOP = 12
+TASKS = {
+    name: "mt-bench"
+    for name in ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+}
+
+
+class LookupElse:
+    """A long match is copied, otherwise a head is asked."""
+
+    name = "suffix3"
+
+    def __init__(self, head: FeatureDrafter, vocab_size: int) -> None:
+        self.head, self.lookup = head, SuffixDrafter(vocab_size, min_match=3)
+
+    def absorb(self, first: int, tokens: Sequence[int], features: Any) -> None:
+        self.head.absorb(first, tokens, features)
+
+    def begin(self, tokens: Sequence[int], first: int) -> None:
+        self.lookup.begin(tokens, first)
+        self.head.begin(tokens, first)
+
+    def propose(self, request: DraftRequest) -> Tree:
+        found = self.lookup.propose(request)
+        return found if len(found) > 1 else self.head.propose(request)
+
+    def observe(self, observation: Observation) -> None:
+        self.lookup.observe(observation)
+        self.head.observe(observation)
+
+
+def replay(drafter: Drafter, prompt: list[int], answer: list[int], features: Any, nodes: int) -> list[int]:
+    """Tokens of each call that the decoder would make along ``answer``."""
+
+    def no_logits(_: int) -> Any:
+        raise IndexError
+
+    reads = isinstance(drafter, FeatureDrafter)
+    past, done, calls = len(prompt), 1, []
+    if reads:
+        drafter.absorb(0, prompt, features[:past])
+    drafter.begin(prompt, answer[0])
+    while done < len(answer):
+        left = len(answer) - done
+        root = answer[done - 1]
+        tree = Tree.chain([root])
+        if left > 1:
+            tree = drafter.propose(DraftRequest(root, nodes, left - 1)).pruned(nodes)
+        parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
+        path, emitted = [0], []
+        for token in answer[done:]:
+            emitted.append(token)
+            children = [c for c in range(path[-1] + 1, len(tree)) if parents[c] == path[-1] and tokens[c] == token]
+            if not children:
+                break
+            path.append(children[0])
+        path = path[: len(emitted)]
+        if reads:
+            drafter.absorb(past, [tokens[node] for node in path], features[past : past + len(path)])
+        drafter.observe(Observation(emitted, tree, path, no_logits))
+        calls.append(len(emitted))
+        done, past = done + len(emitted), past + len(path)
+    return calls
+
+
+def first_repeat(answer: Sequence[int]) -> int:
+    """Tokens before the answer first repeats :data:`LOOP` tokens of its own."""
+    seen: dict[tuple[int, ...], int] = {}
+    for end in range(LOOP, len(answer) + 1):
+        gram = tuple(answer[end - LOOP : end])
+        if gram in seen:
+            return end - LOOP
+        seen[gram] = end
+    return len(answer)
+
+
+def answers(
+    arguments: argparse.Namespace, captures: tuple[Any, ...], done: set[int]
+) -> Iterator[tuple[int, str, Example]]:
+    """(number, task, example) of the prompts that are left, batch by batch."""
+    progress = Progress()
+    opened = open_target(arguments.model, progress, dtype=torch.float32)
+    prompts = list(enumerate(read_suite(arguments.prompts)))[:: arguments.every]
+    left = []
+    for number, prompt in prompts:
+        tokens = tuple(opened.chat.encode([{"role": "user", "content": prompt.text}]))
+        if number not in done and len(tokens) + arguments.max_tokens <= arguments.window:
+            left.append((number, TASKS.get(prompt.task, prompt.task), tokens))
+    left.sort(key=lambda entry: len(entry[2]))
+    if not left:
+        return
+    object.__setattr__(opened, "captures", captures)
+    model = opened.model(arguments.window)
+    for begin in range(0, len(left), arguments.batch):
+        part = left[begin : begin + arguments.batch]
+        found = write_answers(
+            model,
+            [Prompt(tokens, arguments.temperature) for _, _, tokens in part],
+            max_tokens=arguments.max_tokens,
+            stop_ids=opened.chat.files.stop_ids,
+            valid_vocab=opened.chat.files.vocab_size,
+            seed=begin,
+        )
+        for (number, task, _), example in zip(part, found, strict=True):
+            yield number, task, example
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("--heads", action="append", required=True, metavar="NAME=DIR")
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--every", type=int, default=1, help="Every K-th prompt.")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--window", type=int, default=2048)
+    parser.add_argument("--nodes", type=int, default=16, help="Of a tree, the root included.")
+    parser.add_argument("--depth", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    bundle = bundle_of(arguments)
+    captures = tuple(
+        dict.fromkeys(c for heads in arguments.heads for c in open_record(arguments.model, heads.split("=", 1)[1]))
+    )
+    results = arguments.work / f"t{arguments.temperature:g}-n{arguments.nodes}.jsonl"
+    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    engine = find_engine(bundle.manifest.engine)(bundle.path, threads=0)
+    valid = bundle.manifest.target.valid_vocab
+    policies: dict[str, Drafter] = {"suffix": SuffixDrafter(valid)}
+    for heads in arguments.heads:
+        name = heads.split("=", 1)[0]
+        for policy in (name, f"suffix3+{name}"):
+            head = find_drafter(bundle, name, engine)
+            assert isinstance(head, FeatureDrafter)
+            policies[policy] = head if policy == name else LookupElse(head, valid)
+    done = {line["prompt"] for line in lines}
+    with results.open("a") as file, torch.no_grad():
+        for number, task, example in answers(arguments, captures, done):
+            begin = int(example.learn.nonzero()[0])
+            prompt, answer = example.tokens[:begin].tolist(), example.tokens[begin:].tolist()
+            features = example.features.numpy()
+            line = {"prompt": number, "task": task, "tokens": len(answer), "cut": first_repeat(answer)}
+            line["calls"] = {
+                name: replay(drafter, prompt, answer, features, arguments.nodes) for name, drafter in policies.items()
+            }
+            lines.append(line)
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+    show(lines, arguments)
+
+
+def bundle_of(arguments: argparse.Namespace) -> Bundle:
+    """The bundle of these heads, built once."""
+    path = arguments.work / "bundle"
+    if not (path / "manifest.json").exists():
+        from specexport.exporter.heads.build import DraftOptions
+
+        draft = DraftOptions(depth=arguments.depth, nodes=arguments.nodes - 1)
+        options = BuildOptions(
+            source=arguments.model,
+            output=path,
+            heads=tuple(arguments.heads),
+            window=arguments.window,
+            draft=draft,
+        )
+        build(options, Progress())
+    return Bundle.load(path)
+
+
+def open_record(model: str, heads: str) -> tuple[Any, ...]:
+    """What a head reads."""
+    from specexport.exporter.checkpoint import open_checkpoint
+    from specexport.exporter.config import read_config
+
+    return open_head(heads, target=read_config(open_checkpoint(model).config)).record.captures
+
+
+def tau(lines: Sequence[dict[str, Any]], policy: str, cut: bool) -> tuple[float, float, float]:
+    """tau with the ends of its interval."""
+    pairs = []
+    for line in lines:
+        tokens, calls = 0, 0
+        for size in line["calls"][policy]:
+            if cut and 1 + tokens >= line["cut"]:
+                break
+            tokens, calls = tokens + size, calls + 1
+        pairs.append((tokens, calls))
+    counts = np.array(pairs, np.float64)
+    draws = np.random.default_rng(0).integers(0, len(counts), (2000, len(counts)))
+    sums = counts[draws].sum(1)
+    low, high = np.quantile(sums[:, 0] / np.maximum(sums[:, 1], 1), [0.025, 0.975])
+    total = counts.sum(0)
+    return float(total[0] / max(total[1], 1)), float(low), float(high)
+
+
+def show(lines: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    print(
+        f"{len(lines)} prompts, temperature {arguments.temperature:g}, {arguments.max_tokens} tokens, trees of "
+        f"{arguments.nodes} nodes, {sum(line['cut'] < line['tokens'] for line in lines)} answers loop"
+    )
+    for cut in (False, True):
+        print("\nup to the first repeat" if cut else "\nwhole answers")
+        for task in [*sorted({line["task"] for line in lines}), None]:
+            chosen = [line for line in lines if task in (None, line["task"])]
+            figures = {name: tau(chosen, name, cut) for name in chosen[0]["calls"]}
+            shown = "  ".join(f"{name} {t:.2f} ({low:.2f}-{high:.2f})" for name, (t, low, high) in figures.items())
+            print(f"{task or 'all':>15} {len(chosen):>4}  {shown}")
+
+
+if __name__ == "__main__":
+    main()
