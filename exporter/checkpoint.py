@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from specexport.exporter.quantize.detect import open_weights
 from specexport.exporter.shards import StoredWeights, member, open_shards, read_json
 from specexport.runtime.errors import CheckpointError
 
@@ -33,6 +36,8 @@ class Checkpoint:
         config: the raw ``config.json``; for GGUF one made from its metadata. ``read_config`` reads it.
         weights: every tensor, by Hugging Face name.
         gguf: the parsed GGUF file, None for ``hf``.
+        quantization: how it is quantised, in words; None if it is not. ``weights`` then is a ``QuantizedSource``.
+        notes: what a user should know of that, one line each.
     """
 
     source: str
@@ -41,6 +46,8 @@ class Checkpoint:
     config: dict[str, Any]
     weights: StoredWeights
     gguf: GgufFile | None = None
+    quantization: str | None = None
+    notes: tuple[str, ...] = ()
 
     def file(self, name: str) -> Path | None:
         """A tokenizer or generation file beside the weights; None if missing, and always for GGUF, whose directory
@@ -53,8 +60,7 @@ class Checkpoint:
 
     def json(self, name: str) -> dict[str, Any] | None:
         """The JSON object in :meth:`file`, None if missing. Raises CheckpointError if it is not one."""
-        path = self.file(name)
-        return None if path is None else read_json(path)
+        return None if self.kind == "gguf" else side_file(self.directory, name)
 
     def text(self, name: str) -> str | None:
         """:meth:`file` as UTF-8 text, None if missing. Raises CheckpointError if it is not."""
@@ -89,11 +95,13 @@ class Checkpoint:
         return f"sha256:{total.hexdigest()}"
 
 
-def open_checkpoint(source: str, *, revision: str | None = None, offline: bool = False) -> Checkpoint:
+def open_checkpoint(
+    source: str, *, revision: str | None = None, offline: bool = False, option: str = "--revision"
+) -> Checkpoint:
     """Open a local directory, a ``.gguf`` file or a hub id.
 
     Args:
-        revision: branch, tag or commit on the hub.
+        revision: branch, tag or commit on the hub. option: what the user gave it with.
         offline: use the hub cache only, as HF_HUB_OFFLINE=1 does.
 
     Raises:
@@ -101,7 +109,7 @@ def open_checkpoint(source: str, *, revision: str | None = None, offline: bool =
     """
     path = Path(source).expanduser()
     if revision is not None and path.exists():
-        raise CheckpointError(f"{source} is a local path; --revision {revision} is for hub ids")
+        raise CheckpointError(f"{source} is a local path; {option} {revision} is for hub ids")
     if path.is_file():
         if path.suffix != ".gguf":
             raise CheckpointError(f"{source}: expected a directory, a .gguf file or a hub id such as org/name")
@@ -114,7 +122,16 @@ def open_checkpoint(source: str, *, revision: str | None = None, offline: bool =
     if config is None:
         hint = next((f"; pass {found} itself" for found in sorted(path.glob("*.gguf"))), "")
         raise CheckpointError(f"{path}: no config.json, so not a Hugging Face checkpoint{hint}")
-    return Checkpoint(source, path, "hf", read_json(config), open_shards(path))
+    opened = open_weights(read_json(config), partial(side_file, path), partial(open_shards, path))
+    return Checkpoint(
+        source, path, "hf", opened.config, opened.weights, quantization=opened.quantization, notes=opened.notes
+    )
+
+
+def side_file(directory: Path, name: str) -> dict[str, Any] | None:
+    """A JSON file of a checkpoint directory, None if there is none. Raises CheckpointError if it is not one."""
+    path = member(directory, name)
+    return None if path is None else read_json(path)
 
 
 def read_text(path: Path) -> str:
@@ -130,10 +147,14 @@ def read_text(path: Path) -> str:
 def _open_gguf(source: str, path: Path) -> Checkpoint:
     from specexport.exporter.gguf import GgufSource, hf_config
     from specexport.exporter.gguf_file import read_gguf
+    from specexport.exporter.quantize.gguf_blocks import describe
+    from specexport.exporter.quantize.stored import FLOATS
 
     file = read_gguf(path)
     config = hf_config(file)
-    return Checkpoint(source, path.parent, "gguf", config, GgufSource(file, config), file)
+    types = Counter(tensor.type_name for tensor in file.tensors.values() if tensor.type_name not in FLOATS)
+    words = describe(types) if types else None
+    return Checkpoint(source, path.parent, "gguf", config, GgufSource(file, config), file, words)
 
 
 def download(source: str, revision: str | None, offline: bool, weights: tuple[str, ...] = WEIGHTS) -> Path:

@@ -21,7 +21,13 @@ from specexport.runtime.errors import SpecExportError
 VERBS = {
     "build": "cli_build",
     "run": "cli_run",
+    "bench": "cli_bench",
     "verify": "cli_build",
+    "plan": "cli_plan",
+    "tune": "cli_plan",
+    "profiles": "cli_plan",
+    "train": "cli_train",
+    "drift": "cli_train",
     "inspect": "cli_inspect",
     "doctor": "cli_inspect",
     "demo": "cli_run",

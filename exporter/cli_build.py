@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,10 @@ from specexport.exporter.doctor import require_export
 from specexport.exporter.heads.trees import TREES, read_tree
 from specexport.exporter.progress import Progress
 from specexport.runtime.drafters import DRAFTERS, NO_DRAFTER
-from specexport.runtime.manifest import DTYPES
+from specexport.runtime.manifest import DTYPES, PRECISIONS
+
+#: ``NAME:VALUE``.
+_DRAFTER_VALUE = re.compile(r"([a-z0-9][a-z0-9_-]{0,63}):(.+)")
 
 
 def feature_list(value: str) -> tuple[int | str, ...]:
@@ -24,6 +30,20 @@ def feature_list(value: str) -> tuple[int | str, ...]:
     return tuple(part if part == "final" else int(part) for part in parts)
 
 
+class PerDrafter(click.ParamType[tuple[str | None, Any]]):
+    """``VALUE`` for all drafters or ``NAME:VALUE`` for one: (name or None, value)."""
+
+    def __init__(self, inner: click.ParamType[Any] | Callable[[str], Any]) -> None:
+        self._inner = click.types.convert_type(inner)
+        self.name = self._inner.name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str | None, Any]:
+        """See :class:`click.ParamType`."""
+        named = _DRAFTER_VALUE.fullmatch(value)
+        name, rest = named.groups() if named else (None, value)
+        return name, self._inner.convert(rest, param, ctx)
+
+
 @click.command
 @click.argument("source")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Directory to make.")
@@ -31,11 +51,43 @@ def feature_list(value: str) -> tuple[int | str, ...]:
 @click.option("--offline", is_flag=True, help="Use only what the hub cache already has.")
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="Directory or file to take the tokenizer from.")
 @click.option(
-    "--dtype",
+    "--precision",
+    type=click.Choice(PRECISIONS),
+    help="Of the layers' weights; fp8 and nvfp4 are for GPUs. [default: fp32]",
+)
+@click.option(
+    "--lm-head", type=click.Choice(PRECISIONS), help="Of the output table. [default: int8 where weights have 4 bits]"
+)
+@click.option("--embedding", type=click.Choice(PRECISIONS), help="Of the input table. [default: as --lm-head]")
+@click.option(
+    "--drafter-precision", type=click.Choice(PRECISIONS), help="Of heads and draft model. [default: as --precision]"
+)
+@click.option(
+    "--block-size",
+    type=click.Choice([0, 16, 32, 64, 128, 256]),
+    help="Weights that share a scale, 0: a row. [default: int8 0, int4 32]",
+)
+@click.option(
+    "--calibrate",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Fit int4 or int8 codes to this text (GPTQ), plain or gzip. [default: round to nearest]",
+)
+@click.option("--calibration-tokens", type=click.IntRange(min=1), metavar="N", help="Of it, at most. [default: 8192]")
+@click.option(
+    "--check/--no-check", default=True, help="Compare int4 and int8 weights with the checkpoint on a short text."
+)
+@click.option("--asymmetric", is_flag=True, help="int4 and int8 codes with zero points; TensorRT takes none.")
+@click.option(
+    "--activations",
     type=click.Choice(DTYPES),
-    default="fp32",
+    help="Between the products, and caches; onnxruntime-cpu cannot run bf16. [default: fp32, fp16 for GPU weights]",
+)
+@click.option(
+    "--exact/--no-exact",
+    default=True,
     show_default=True,
-    help="Of weights and cache; onnxruntime-cpu cannot run bf16.",
+    help="On the CPU use kernels only whose results do not depend on the number of drafts.",
 )
 @click.option(
     "--window",
@@ -57,40 +109,73 @@ def feature_list(value: str) -> tuple[int | str, ...]:
     metavar="L,L,..",
     help="States that the graph also outputs: what enters layer L, or final.",
 )
-@click.option("--heads", metavar="HEADS", help="Speculative heads to draft with: a directory or a hub id.")
+@click.option(
+    "--heads",
+    metavar="[NAME=]HEADS",
+    multiple=True,
+    help="Speculative heads to draft with: a directory or a hub id; repeat for more, the first is the default.",
+)
 @click.option("--draft-model", metavar="MODEL", help="Model to draft with: a directory, a hub id or a GGUF file.")
 @click.option("--draft-revision", help="Branch, tag or commit of a hub draft model.")
 @click.option("--draft-tokenizer", type=click.Path(path_type=Path), help="As --tokenizer, for the draft model.")
 @click.option(
     "--tree",
-    type=read_tree,
+    type=PerDrafter(read_tree),
+    multiple=True,
     metavar="NAME|FILE",
     help=f"Static tree of drafts: {', '.join(TREES)}, or a JSON list of rank paths. [default: grown each step]",
 )
 @click.option(
     "--draft-depth",
     "depth",
-    type=click.IntRange(1, 32),
+    type=PerDrafter(click.IntRange(1, 32)),
+    multiple=True,
     help="Deepest draft of recurrent heads or a draft model. [default: 5]",
 )
-@click.option("--draft-topk", "topk", type=click.IntRange(1, 64), help="Candidates of each draft. [default: 8]")
-@click.option("--draft-nodes", "nodes", type=click.IntRange(1, 256), help="Drafted nodes of a tree. [default: 15]")
+@click.option(
+    "--draft-topk",
+    "topk",
+    type=PerDrafter(click.IntRange(1, 64)),
+    multiple=True,
+    help="Candidates of each draft. [default: 8]",
+)
+@click.option(
+    "--draft-nodes",
+    "nodes",
+    type=PerDrafter(click.IntRange(1, 256)),
+    multiple=True,
+    help="Drafted nodes of a tree. [default: 15]",
+)
 @click.option("--overwrite", is_flag=True, help="Replace a bundle that is already there.")
 @threads_option
 @click.option("--json", "as_json", is_flag=True, help="Print path, stage times and peak memory as JSON.")
 def build(as_json: bool, threads: int, **options: Any) -> None:
-    """Export SOURCE (a directory, a hub id or a GGUF file) to a self-contained bundle."""
+    """Export SOURCE (a directory, a hub id or a GGUF file) to a self-contained bundle.
+
+    --tree and --draft-... are for all heads and the draft model; NAME:VALUE is for one of them, such as
+    --draft-depth medusa-2:4.
+    """
     require_export("build")
     from specexport.exporter import pipeline
     from specexport.exporter.heads.build import DraftOptions
+    from specexport.exporter.quantize.choice import PrecisionOptions
 
     if threads:
         import torch
 
         torch.set_num_threads(threads)
     chosen = {name: value for name, value in options.items() if value is not None}
-    draft = {name: chosen.pop(name) for name in ("tree", "depth", "topk", "nodes") if name in chosen}
-    result = pipeline.build(pipeline.BuildOptions(**chosen, draft=DraftOptions(**draft)), Progress())
+    names = ("precision", "lm_head", "embedding", "block_size", "activations", "exact")
+    formats = {name: chosen.pop(name) for name in names if name in chosen}
+    precision = PrecisionOptions(**formats, symmetric=not chosen.pop("asymmetric"))
+    shapes: dict[str | None, dict[str, Any]] = {None: {}}
+    for option in ("tree", "depth", "topk", "nodes"):
+        for drafter, value in chosen.pop(option):
+            shapes.setdefault(drafter, {})[option] = value
+    draft = DraftOptions(**shapes[None])
+    named = {drafter: replace(draft, **shape) for drafter, shape in shapes.items() if drafter is not None}
+    request = pipeline.BuildOptions(**chosen, precision=precision, draft=draft, named_drafts=named)
+    result = pipeline.build(request, Progress())
     if as_json:
         echo_json({"bundle": str(result.bundle.path), "stages": result.stages, "peak_rss_bytes": result.peak_rss_bytes})
     else:
@@ -106,12 +191,32 @@ def build(as_json: bool, threads: int, **options: Any) -> None:
 )
 @click.option("--prompts", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="One prompt a line.")
 @click.option("--engine", help="Engine to run on. [default: the bundle's]")
+@click.option(
+    "--quality", is_flag=True, help="Instead measure perplexity, and agreement with --checkpoint or --reference."
+)
+@click.option("--text", type=click.Path(path_type=Path), metavar="FILE", help="Of --quality: text, plain or gzip.")
+@click.option("--reference", type=click.Path(path_type=Path), metavar="BUNDLE", help="Of --quality: compare with it.")
+@click.option("--tokens", type=click.IntRange(min=2), metavar="N", help="Of --quality: tokens of the text, at most.")
+@click.option("--context", "window", type=click.IntRange(min=2), metavar="N", help="Of --quality: tokens a window.")
+@click.option("--stride", type=click.IntRange(min=1), metavar="N", help="Of --quality: tokens from window to window.")
 @threads_option
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def verify(as_json: bool, **options: Any) -> int:
-    """Check a bundle's logits and tokens against a recompute, write report.json; exit 1 when a check fails."""
+def verify(as_json: bool, quality: bool, **options: Any) -> int:
+    """Check a bundle's logits and tokens against a recompute, write report.json; exit 1 when a check fails.
+
+    With --quality, measure instead how good the model still is: report.json keeps both.
+    """
     if options["checkpoint"]:
         require_export("verify --checkpoint")
+    measured = {name: options.pop(name) for name in ("text", "reference", "tokens", "window", "stride")}
+    measured = {name: value for name, value in measured.items() if value is not None}
+    if quality:
+        if options.pop("prompts") is not None:
+            raise click.UsageError("--prompts is not for --quality: name a --text")
+        return _quality(as_json, options | measured)
+    if measured:
+        option = "context" if "window" in measured else min(measured)
+        raise click.UsageError(f"--{option} is for --quality: add it")
     from specexport.exporter import verify as verification
 
     report = verification.verify(**options, progress=Progress())
@@ -121,6 +226,18 @@ def verify(as_json: bool, **options: Any) -> int:
         for check in report.checks:
             click.echo(
                 f"{'passed' if check.passed else 'FAILED'}  {check.name}: {check.figure:g} (limit {check.limit:g})"
+                + (f"; {check.remark}" if check.passed and check.remark else "")
             )
         click.echo("passed" if report.passed else "FAILED")
     return 0 if report.passed else 1
+
+
+def _quality(as_json: bool, options: dict[str, Any]) -> int:
+    from specexport.exporter.quantize.quality import measure
+
+    report = measure(**{"text": None} | options, progress=Progress()).to_dict()
+    if as_json:
+        echo_json(report)
+    else:
+        echo_table({name: f"{value:.5g}" if isinstance(value, float) else value for name, value in report.items()})
+    return 0

@@ -35,11 +35,14 @@ def echo_table(rows: dict[str, Any]) -> None:
 @click.option("--target", "paired", metavar="SOURCE", help="For heads: the target to read and check them with.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def inspect(bundle: Path, full: bool, paired: str | None, as_json: bool) -> None:
-    """Show what a bundle holds, or what the heads in a directory (or a hub id, with --target) are."""
+    """Show what a bundle holds, what a checkpoint is, or what heads in a directory (or hub id, with --target) are."""
+    if paired is None and _is_checkpoint(bundle):
+        _inspect_checkpoint(str(bundle), as_json)
+        return
     if paired is not None or _holds_heads(bundle):
         _inspect_head(str(bundle), paired, as_json)
         return
-    from specexport.exporter.inspect import describe
+    from specexport.exporter.inspect import describe, precision_words
     from specexport.runtime.bundle import Bundle
 
     facts = describe(Bundle.load(bundle, check="full" if full else "fast"))
@@ -52,7 +55,7 @@ def inspect(bundle: Path, full: bool, paired: str | None, as_json: bool) -> None
     echo_table(
         {
             "bundle": facts["bundle"],
-            "target": f"{target['architecture']}, {target['layers']} layers, {target['dtype']}",
+            "target": f"{target['architecture']}, {target['layers']} layers, {precision_words(target['precision'])}",
             "heads": f"{target['kv_heads']} kv heads of {target['head_dim']}, hidden size {target['hidden_size']}",
             "vocabulary": f"{target['valid_vocab']} of {target['vocab_size']} rows",
             "window": f"{target['slots']} slots, prefill in chunks of {target['prefill_chunk']}",
@@ -96,6 +99,43 @@ def _holds_heads(path: Path) -> bool:
     except ModuleNotFoundError:
         return False
     return looks_like_head(path)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is a GGUF file or holds a model that is no head and has none inside."""
+    if path.suffix == ".gguf" and path.is_file():
+        return True
+    if not _holds_heads(path) or not (path / "config.json").exists():
+        return False
+    from specexport.exporter.heads.detect import holds_head
+    from specexport.exporter.heads.files import open_files
+
+    return not holds_head(open_files(str(path)).weights.names())
+
+
+def _inspect_checkpoint(source: str, as_json: bool) -> None:
+    from specexport.exporter.checkpoint import open_checkpoint
+    from specexport.exporter.inspect import describe_checkpoint
+
+    facts = describe_checkpoint(open_checkpoint(source))
+    if as_json:
+        echo_json(facts)
+        return
+    config, matrices = facts["config"], facts["matrices"]
+    echo_table(
+        {
+            "checkpoint": facts["checkpoint"],
+            "target": f"{config['architecture']}, {len(config['layers'])} layers, hidden size {config['hidden_size']}",
+            "heads": f"{config['num_heads']} ({config['num_kv_heads']} kv) of {config['head_dim']}",
+            "vocabulary": f"{config['vocab_size']} rows",
+            "positions": config["max_position_embeddings"],
+            "quantization": facts["quantization"] or "none",
+            "matrices": f"{matrices['quantized']} of {matrices['all']} quantised",
+            "fingerprint": facts["fingerprint"],
+        }
+    )
+    for note in facts["notes"]:
+        click.echo(f"note: {note if note.isprintable() else repr(note)}", err=True)
 
 
 def _inspect_head(source: str, target: str | None, as_json: bool) -> None:

@@ -110,6 +110,8 @@ def run(
     figures = result.statistics
     if figures.lossy:
         click.echo(f"note: {figures.acceptance} acceptance is lossy: this is not the model's own output", err=True)
+    if figures.drafter != "none" and not session.width_exact:
+        click.echo("note: this engine rounds by the width of a call: tokens may differ from plain decoding", err=True)
     if sys.stderr.isatty():
         click.echo(
             f"[{figures.tokens} tokens, {figures.tokens_per_second:.1f} tokens/s, tau {figures.tau:.2f}, "

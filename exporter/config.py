@@ -15,6 +15,7 @@ from typing import Any
 from specexport.exporter.config_rope import RopeConfig as RopeConfig
 from specexport.exporter.config_rope import read_ropes
 from specexport.exporter.config_values import LIMITS, boolean, integer, number, text
+from specexport.exporter.keys import QUANTIZATION_KEYS
 from specexport.runtime.errors import CheckpointError
 
 
@@ -205,13 +206,9 @@ def read_config(raw: Mapping[str, Any]) -> TargetConfig:
             with another.
     """
     family = _family(raw)
-    if (quantization := raw.get("quantization_config")) is not None:
-        raise CheckpointError(
-            f"config: quantization_config {text(quantization)} is not read; use an unquantised one or a GGUF file"
-        )
     defaults = {**_DEFAULTS, **family.defaults}
     fixed = {**_FIXED, **family.fixed}
-    known = {*_REQUIRED, *defaults, *fixed, *IGNORABLE, "quantization_config"}
+    known = {*_REQUIRED, *defaults, *fixed, *IGNORABLE, *QUANTIZATION_KEYS}  # read with the weights
     if unknown := sorted(set(map(str, raw)) - known):
         raise CheckpointError(
             f"config: unknown key {unknown[0]} = {text(raw.get(unknown[0]))} for {family.architecture}; it may change "

@@ -21,9 +21,11 @@ CPU_FEATURES = (
     *("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2"),
 )
 #: Optional packages that are reported when present.
-OPTIONAL = ("transformers", "optimum-onnx", "tensorrt", "tensorrt-rtx", "onnxruntime-gpu")
+OPTIONAL = ("transformers", "optimum-onnx", "openvino", "tensorrt", "tensorrt-rtx", "onnxruntime-gpu")
 #: What an engine needs from ONNX Runtime.
 _PROVIDERS = {"onnxruntime-cpu": "CPUExecutionProvider", "onnxruntime-cuda": "CUDAExecutionProvider"}
+#: Packages of other engines.
+_PACKAGES = {"openvino-cpu": "openvino", "openvino-cpu-f32": "openvino"}
 
 
 class MissingPackage(SpecExportError):
@@ -88,6 +90,7 @@ def examine(cache: Path) -> dict[str, Any]:
         "providers": providers,
         "engines": {
             point.name: _PROVIDERS.get(point.name, "") in ("", *providers)
+            and (point.name not in _PACKAGES or installed(_PACKAGES[point.name]) is not None)
             for point in sorted(entry_points(group=ENTRY_POINT_GROUP))
         },
         "can": {verb: not names for verb, names in missing.items()},

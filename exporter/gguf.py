@@ -4,7 +4,8 @@ What llama.cpp's converter changed is undone here: the rows of Llama's q and k, 
 1 it adds to Gemma's norm weights. Its tensors ``rope_freqs`` (Llama 3.1) and ``rope_factors_long/short`` (Phi-3)
 divide the frequencies, which is what the longrope dialect does, so both become one.
 
-Blocks are dequantised by the ``gguf`` package (llama.cpp's own), a few rows at a time.
+Blocks are dequantised by the ``gguf`` package (llama.cpp's own), a few rows at a time; the codes of those that
+``exporter.quantize.gguf_blocks`` knows are there as they are, too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import numpy as np
 import torch
 
 from specexport.exporter.gguf_file import GgufFile, GgufTensor
+from specexport.exporter.quantize.gguf_blocks import BLOCK, KEPT, bits, decode
+from specexport.exporter.quantize.packing import check_finite
+from specexport.exporter.quantize.record import Quantized
 from specexport.exporter.shards import DTYPES, read_bytes, read_pieces
 from specexport.runtime.errors import CheckpointError
 
@@ -247,7 +251,7 @@ def _biases(m: _Metadata, config: dict[str, Any]) -> None:
 
 
 class GgufSource:
-    """The tensors of a GGUF file under their Hugging Face names; a ``StoredWeights``.
+    """The tensors of a GGUF file under their Hugging Face names; a ``StoredWeights`` and a ``QuantizedSource``.
 
     Raises:
         CheckpointError: a tensor that the architecture does not have.
@@ -270,17 +274,37 @@ class GgufSource:
 
     def read(self, name: str) -> torch.Tensor:
         tensor = self._find(name)
-        values = self._values(tensor)
-        module = name.split(".")[-2]
-        if self._architecture == "llama" and module in self._heads:
-            heads = self._heads[module]
-            if heads <= 0 or values.shape[0] % (2 * heads):
-                raise CheckpointError(f"{self._file.path}: {tensor.name} does not divide into {heads} heads")
-            halves = values.reshape(heads, -1, 2, *values.shape[1:])
-            return halves.transpose(1, 2).reshape(values.shape)
-        if self._architecture == "gemma3" and module.endswith("norm"):
+        values = self._reorder(name, tensor, self._values(tensor))
+        if self._architecture == "gemma3" and name.split(".")[-2].endswith("norm"):
             return values - 1
         return values
+
+    def quantized(self, name: str) -> Quantized | None:
+        """The codes of a matrix of Q4_0 or Q8_0, and of Q4_1 where its minima are zero points; None of any other."""
+        tensor = self._find(name)
+        kind = tensor.type_name
+        if kind not in KEPT or len(tensor.shape) != 2:
+            return None
+        parts = []
+        for _, data in self._rows(tensor):
+            if (decoded := decode(kind, data)) is None:
+                return None
+            check_finite(name, decoded[1])
+            parts.append(decoded)
+        codes, scales, zeros = zip(*parts, strict=True)
+        held = torch.cat(zeros) if kind == "Q4_1" else None
+        whole = Quantized(bits(kind), torch.cat(codes), torch.cat(scales), held, BLOCK)
+        return whole.map_rows(lambda rows: self._reorder(name, tensor, rows).contiguous())
+
+    def _reorder(self, name: str, tensor: GgufTensor, values: torch.Tensor) -> torch.Tensor:
+        """The rows of Llama's q and k in the order of Hugging Face."""
+        heads = self._heads.get(name.split(".")[-2]) if self._architecture == "llama" else None
+        if heads is None:
+            return values
+        if heads <= 0 or values.shape[0] % (2 * heads):
+            raise CheckpointError(f"{self._file.path}: {tensor.name} does not divide into {heads} heads")
+        halves = values.reshape(heads, -1, 2, *values.shape[1:])
+        return halves.transpose(1, 2).reshape(values.shape)
 
     def stored(self, name: str) -> tuple[str, Iterator[memoryview]]:
         tensor = self._find(name)
@@ -299,20 +323,24 @@ class GgufSource:
         from gguf.quants import dequantize
 
         kind = GGMLQuantizationType[tensor.type_name]
-        width = tensor.shape[-1]
+        out = torch.empty((math.prod(tensor.shape[:-1]), tensor.shape[-1]), dtype=torch.float32)
+        for row, data in self._rows(tensor):
+            try:
+                values = dequantize(data.numpy(), kind)
+            except NotImplementedError:
+                raise CheckpointError(f"{self._file.path}: {tensor.name} is {kind.name}, which is not read") from None
+            out[row : row + len(data)] = torch.from_numpy(values)
+        return out.reshape(tensor.shape)
+
+    def _rows(self, tensor: GgufTensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """The stored rows a few at a time: the index of the first, and uint8 [count, bytes of a row]."""
         rows = math.prod(tensor.shape[:-1])
         row_size = tensor.size // rows
-        out = torch.empty((rows, width), dtype=torch.float32)
-        step = max(1, _DEQUANTISE_ELEMENTS // width)
+        step = max(1, _DEQUANTISE_ELEMENTS // tensor.shape[-1])
         for row in range(0, rows, step):
             count = min(step, rows - row)
             data = read_bytes(self._file.path, tensor.start + row * row_size, count * row_size)
-            try:
-                values = dequantize(data.numpy().reshape(count, row_size), kind)
-            except NotImplementedError:
-                raise CheckpointError(f"{self._file.path}: {tensor.name} is {kind.name}, which is not read") from None
-            out[row : row + count] = torch.from_numpy(values)
-        return out.reshape(tensor.shape)
+            yield row, data.reshape(count, row_size)
 
     def _rename(self, name: str) -> str:
         if name in _TOP:

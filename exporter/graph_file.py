@@ -7,6 +7,7 @@ parameters have shapes but no data; saving holds one tensor at a time.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,16 +18,19 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
+from numpy.typing import NDArray
 from onnx_ir.passes import common as passes
 from torch import Tensor, nn
 
 from specexport.exporter.ops import TRANSLATIONS
+from specexport.exporter.quantize import insert
+from specexport.exporter.quantize.plan import FLOATS, Plan
+from specexport.exporter.quantize.record import Quantized
 from specexport.runtime import contract
 from specexport.runtime.errors import SpecExportError
 
-DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 IR_DTYPES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
-_OF_TORCH = {torch.int64: ir.DataType.INT64, **{dtype: IR_DTYPES[name] for name, dtype in DTYPES.items()}}
+_OF_TORCH = {torch.int64: ir.DataType.INT64, **{dtype: IR_DTYPES[name] for name, dtype in FLOATS.items()}}
 
 #: Tensors below this stay inside the graph file: a page of padding each would cost more than it saves.
 INLINE_BYTES = 4096
@@ -37,8 +41,8 @@ _FOLD_LIMIT = 1 << 26
 
 #: Called with the number of bytes written since the last call.
 Advance = Callable[[int], object]
-#: A tensor of the graph by name, read when it is written.
-Values = Iterable[tuple[str, Callable[[], Tensor]]]
+#: A tensor of the graph by name, read when it is written: as the graph lays it out, or quantised already.
+Values = Iterable[tuple[str, Callable[[], Tensor | Quantized]]]
 
 
 def trace(
@@ -147,36 +151,29 @@ class DataFile:
     def __exit__(self, *exc: object) -> None:
         self._file.close()
 
-    def append(self, name: str, tensor: Tensor) -> ir.ExternalTensor:
-        """Write one tensor and return the reference to it."""
-        data = _bytes(tensor)
+    def put(self, name: str, data: NDArray[Any], kind: ir.DataType, shape: tuple[int, ...]) -> ir.TensorProtocol:
+        """Write the bytes of one tensor and return the reference to it; small ones stay in the graph file."""
+        data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        if data.nbytes < INLINE_BYTES and kind.bitwidth >= 8:
+            return ir.Tensor(data.view(kind.numpy()).reshape(shape), dtype=kind, shape=ir.Shape(shape), name=name)
         offset = -(-self._end // ALIGNMENT) * ALIGNMENT
         self._file.seek(offset)
-        self._file.write(data)
+        self._file.write(data.data)
         self._end = offset + data.nbytes
         return ir.ExternalTensor(
             self.path.name,
             offset,
             data.nbytes,
-            _OF_TORCH[tensor.dtype],
-            shape=ir.Shape(tuple(tensor.shape)),
+            kind,
+            shape=ir.Shape(shape),
             name=name,
             base_dir=os.fspath(self.path.parent),
         )
 
-
-def _bytes(tensor: Tensor) -> memoryview:
-    flat: np.ndarray[Any, Any] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return flat.data
-
-
-def _numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """The tensor as numpy sees it; bfloat16 through ml_dtypes, which numpy itself lacks."""
-    if tensor.dtype != torch.bfloat16:
-        return tensor.contiguous().numpy()
-    import ml_dtypes
-
-    return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    def append(self, name: str, tensor: Tensor) -> ir.TensorProtocol:
+        """:meth:`put` of a torch tensor."""
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return self.put(name, data, _OF_TORCH[tensor.dtype], tuple(tensor.shape))
 
 
 def save_graph(
@@ -184,36 +181,39 @@ def save_graph(
     values: Values,
     path: Path,
     advance: Advance = lambda _: None,
-    shared: Mapping[str, ir.TensorProtocol] | None = None,
+    shared: Mapping[str, ir.TensorProtocol | insert.Parts] | None = None,
+    plan: Plan | None = None,
 ) -> None:
     """Write ``path`` and its data file ``path`` + ``.data`` (none when nothing is large enough).
 
-    Peak memory is one tensor (twice, while it is transposed), whatever the size of the model.
+    Peak memory is a few copies of one tensor, whatever the size of the model.
 
     Args:
         shared: initializers that are another graph's, most often references into its data file beside this one.
+        plan: formats of the matrices; None: as they come.
 
     Raises:
         CheckpointError: from ``values``, the checkpoint's tensors do not fit.
     """
     data_path = path.with_name(path.name + ".data")
     initializers = model.graph.initializers
-    for name, reference in (shared or {}).items():
-        initializers[name].const_value = reference
+    for name, stored in (shared or {}).items():
+        _place(model.graph, initializers[name], stored)
     with DataFile(data_path) as data:
         for name, read in values:
             value = initializers.get(name)
             if value is None:
                 raise SpecExportError(f"the exported graph does not use {name!r}: this is a fault of the exporter")
-            tensor = read()
-            if tensor.numel() * tensor.element_size() < INLINE_BYTES:
-                value.const_value = ir.Tensor(
-                    _numpy(tensor), dtype=_OF_TORCH[tensor.dtype], shape=ir.Shape(tuple(tensor.shape)), name=name
-                )
+            size = value_bytes(value)
+            matrix = _planned(value, read(), plan)
+            if isinstance(matrix, Quantized):
+                kind = value.dtype
+                assert kind is not None
+                _place(model.graph, value, insert.store(name, matrix, insert.is_operand(value), kind, data.put))
             else:
-                value.const_value = data.append(name, tensor)
-            advance(tensor.numel() * tensor.element_size())
-            del tensor
+                _place(model.graph, value, data.append(name, matrix))
+            advance(size)
+            del matrix
     missing = [value.name for value in initializers.values() if value.const_value is None]
     if missing:
         raise SpecExportError(
@@ -221,7 +221,42 @@ def save_graph(
         )
     if not data_path.stat().st_size:
         data_path.unlink()
+    passes.RemoveUnusedNodesPass()(model)
     ir.save(model, path)
+
+
+def _place(graph: ir.Graph, value: ir.Value, stored: ir.TensorProtocol | insert.Parts) -> None:
+    """Give an initializer its data, with what turns that into the graph's own dtype."""
+    if isinstance(stored, insert.Parts):
+        assert value.dtype is not None
+        insert.insert(graph, value, stored, value.dtype)
+    elif value.dtype is not None and stored.dtype != value.dtype:
+        insert.insert_cast(graph, value, stored)
+    else:
+        value.const_value = stored
+
+
+#: Last parts of the names of matrices; other tensors of two dimensions are tables of the rotation.
+_MATRICES = ("weight", "embedding", "lm_head")
+
+
+def _planned(value: ir.Value, tensor: Tensor | Quantized, plan: Plan | None) -> Tensor | Quantized:
+    """The tensor in the format that the plan has for it."""
+    name = str(value.name)
+    if plan is None or isinstance(tensor, Quantized) or tensor.ndim != 2 or name.rsplit(".", 1)[-1] not in _MATRICES:
+        return tensor
+    uses = {node.op_type for node, _ in value.uses()}
+    form = plan.format_of(name, tied={"Gather", "Gemm"} <= uses)
+    if not form.quantized:
+        return tensor.to(FLOATS[form.kind])
+    matrix = tensor.t() if insert.is_operand(value) else tensor
+    return plan.quantizer(name, matrix, form.fitted(matrix.shape[1]))
+
+
+def value_bytes(value: ir.Value) -> int:
+    """Bytes of a tensor as the graph computes with it."""
+    assert value.dtype is not None
+    return math.prod(insert.sizes(value)) * value.dtype.bitwidth // 8
 
 
 def state_bytes(module: nn.Module) -> int:
@@ -233,4 +268,6 @@ def load_state(module: nn.Module, values: Values) -> None:
     """Fill a materialised module in place (parity tests and training run the torch module itself)."""
     state = module.state_dict()
     for name, read in values:
-        state[name].copy_(read())
+        value = read()
+        assert isinstance(value, Tensor)
+        state[name].copy_(value)

@@ -190,13 +190,28 @@ class Block(nn.Module):
         mask: Tensor,
         cache: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
+        x, key, value = self.attend(x, step, rope, mask, cache)
+        return self.feed(x), key, value
+
+    def attend(
+        self,
+        x: Tensor,
+        step: Step,
+        rope: tuple[Tensor, Tensor],
+        mask: Tensor,
+        cache: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The first half of the layer."""
         normed = self.input_norm(x).to(self.dtype)
         mixed, key, value = self.attention(normed, step, rope, mask, cache)
         mixed = mixed.float()
-        x = x + (mixed if self.attention_out_norm is None else self.attention_out_norm(mixed))
-        fed = self.mlp(self.mlp_norm(x).to(self.dtype)).float()
+        return x + (mixed if self.attention_out_norm is None else self.attention_out_norm(mixed)), key, value
+
+    def feed(self, x: Tensor) -> Tensor:
+        """The second half."""
+        fed: Tensor = self.mlp(self.mlp_norm(x).to(self.dtype)).float()
         x = x + (fed if self.mlp_out_norm is None else self.mlp_out_norm(fed))
-        return x, key, value
+        return x
 
 
 class Target(nn.Module):

@@ -17,10 +17,14 @@ from specexport.exporter.config import TargetConfig
 from specexport.exporter.graph_file import Advance, load_state, save_graph, trace
 from specexport.exporter.layers import Capture, Target
 from specexport.exporter.models import ARCHITECTURES
-from specexport.exporter.models.rules import bind
+from specexport.exporter.models.rules import Binding, bind
+from specexport.exporter.quantize.plan import Plan
+from specexport.exporter.quantize.record import Quantized
 from specexport.exporter.rope import rope_tables
 from specexport.exporter.weights import WeightSource
 from specexport.runtime import contract
+
+_Read = Callable[[], Tensor | Quantized]
 
 
 def _inputs(config: TargetConfig, slots: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, dict[int, object]]]:
@@ -77,25 +81,38 @@ def export_target(
     return trace(target, _inputs(config, slots, dtype), outputs, "target"), target
 
 
-def _values(target: Target, weights: WeightSource) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+def _values(target: Target, weights: WeightSource, plan: Plan | None = None) -> Iterator[tuple[str, _Read]]:
     """(name, reader) of every parameter and rope table; all are checked before the first is read."""
     config = target.config
     for binding in bind(dict(target.named_parameters()), weights, config, ARCHITECTURES[config.architecture]):
-        yield binding.parameter, partial(binding.read, weights, config)
+        yield binding.parameter, partial(_read, binding, weights, config, plan)
     for index, rope in enumerate(config.ropes):
         for name, table in zip(("cos", "sin"), rope_tables(rope, target.slots), strict=True):
             yield f"rope_{name}_{index}", partial(torch.from_numpy(table).to, target.dtype)
 
 
+def _read(binding: Binding, weights: WeightSource, config: TargetConfig, plan: Plan | None) -> Tensor | Quantized:
+    """A parameter; a matrix as the checkpoint has it quantised, where the plan keeps that."""
+    stored = None if plan is None else binding.quantized(weights, config)
+    if plan is None or stored is None or not plan.keeps(binding.parameter, stored, config.tie_word_embeddings):
+        return binding.read(weights, config)
+    return stored
+
+
 def save_target(
-    model: ir.Model, target: Target, weights: WeightSource, path: Path, advance: Advance = lambda _: None
+    model: ir.Model,
+    target: Target,
+    weights: WeightSource,
+    path: Path,
+    advance: Advance = lambda _: None,
+    plan: Plan | None = None,
 ) -> None:
     """Write ``path`` and its data file (see :func:`specexport.exporter.graph_file.save_graph`).
 
     Raises:
         CheckpointError: the checkpoint's tensors do not fit the config.
     """
-    save_graph(model, _values(target, weights), path, advance)
+    save_graph(model, _values(target, weights, plan), path, advance, plan=plan)
 
 
 def build_module(

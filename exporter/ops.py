@@ -13,6 +13,7 @@ import torch
 from onnxscript.values import Opset
 from torch import Tensor
 
+from specexport.exporter.experts_loop import experts_loop
 from specexport.runtime.contract import OPSET
 
 onnx_op = Opset("", OPSET)
@@ -62,10 +63,11 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: fl
     """ONNX Attention-24 with grouped heads and an additive mask; softmax in float32.
 
     Args:
-        query: [1, Hq, T, D]. key, value: [1, Hkv, S, D]. mask: [1, 1, T, S], added to the scaled scores.
+        query: [1, Hq, T, D]. key: [1, Hkv, S, D]. value: [1, Hkv, S, Dv]. mask: [1, 1, T, S], added to the scaled
+            scores.
 
     Returns:
-        [1, Hq, T, D]
+        [1, Hq, T, Dv]
     """
     groups = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(groups, dim=1)
@@ -77,7 +79,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: fl
 
 @attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    return torch.empty_like(query)
+    return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
 @torch.library.custom_op("specexport::rotary", mutates_args=())
@@ -140,6 +142,30 @@ def _(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
 
 
+@torch.library.custom_op("specexport::experts", mutates_args=())
+def experts(rows: Tensor, chosen: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The weighted sum of the chosen experts' outputs down(silu(gate(x)) * up(x)), each over the rows that chose it.
+
+    Args:
+        rows: [n, H]. chosen: int64 [n, k]. weights: float32 [n, k]. gate, up: [E, H, I]. down: [E, I, H].
+
+    Returns:
+        float32 [n, H]
+    """
+    out = torch.zeros(rows.shape, dtype=torch.float32)
+    for expert in sorted(set(chosen.flatten().tolist())):
+        mine = chosen == expert
+        x = rows[mine.any(dim=1)]
+        fed = (torch.nn.functional.silu(x @ gate[expert]) * (x @ up[expert])) @ down[expert]
+        out[mine.any(dim=1)] += fed.float() * weights[mine].unsqueeze(1)
+    return out
+
+
+@experts.register_fake
+def _(rows: Tensor, chosen: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape, dtype=torch.float32)
+
+
 def _commit_and_append(past: Any, new: Any, commit: Any, order: Any, write: Any) -> Any:
     joined = onnx_op.Concat(onnx_op.Gather(past, commit, axis=2), new, axis=2)
     return onnx_op.TensorScatter(past, onnx_op.Gather(joined, order, axis=2), write, axis=-2)
@@ -182,4 +208,5 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.specexport.rms_norm.default: _rms_norm,
     torch.ops.specexport.linear_transposed.default: _linear_transposed,
     torch.ops.specexport.best.default: _best,
+    torch.ops.specexport.experts.default: experts_loop,
 }

@@ -4,31 +4,52 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import onnx_ir as ir
-
-from specexport.engines.ort import DRAFT_FILE, TARGET_FILE, cpu_files
+from specexport.engines.ort import DRAFT_FILE, TARGET_FILE
 from specexport.exporter.checkpoint import Checkpoint, open_checkpoint
 from specexport.exporter.config import TargetConfig, read_config
-from specexport.exporter.graph_file import DTYPES, IR_DTYPES, state_bytes
+from specexport.exporter.graph_file import state_bytes
 from specexport.exporter.heads.base import Head
-from specexport.exporter.heads.build import DraftOptions, check_draft, read_head, write_drafter
+from specexport.exporter.heads.build import (
+    DraftOptions,
+    check_draft,
+    precision_warnings,
+    read_heads,
+    union,
+    write_drafter,
+)
 from specexport.exporter.heads.draft_model import DraftModel, read_draft_model, write_record
 from specexport.exporter.heads.merged import target_view
 from specexport.exporter.layers import Capture
+from specexport.exporter.lower import lower_drafter, lower_target
 from specexport.exporter.onnx import export_target, save_target
 from specexport.exporter.passes import grouped_query
+from specexport.exporter.passes.matmul_nbits import Packed
 from specexport.exporter.progress import Progress
+from specexport.exporter.quantize.calibrate import calibrated_plan
+from specexport.exporter.quantize.choice import PrecisionOptions, resolve
+from specexport.exporter.quantize.plan import FLOATS, Plan
+from specexport.exporter.quantize.quality import check_build
 from specexport.exporter.tokenizer import TokenizerFiles, collect_tokenizer
 from specexport.runtime.bundle import CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZER, Bundle
 from specexport.runtime.bundle_writer import BundleWriter
 from specexport.runtime.contract import CONTRACT_VERSION
 from specexport.runtime.drafters import DRAFTERS, NO_DRAFTER
+from specexport.runtime.drafters.model import ModelDrafter
 from specexport.runtime.errors import UsageError
-from specexport.runtime.manifest import SCHEMA_VERSION, DrafterInfo, Lineage, Manifest, TargetInfo
+from specexport.runtime.manifest import (
+    GPU_FORMATS,
+    SCHEMA_VERSION,
+    DrafterInfo,
+    Lineage,
+    Manifest,
+    PrecisionInfo,
+    TargetInfo,
+)
 
 #: Cache slots unless told otherwise; never more than the model was trained for.
 DEFAULT_WINDOW = 4096
@@ -45,12 +66,16 @@ class BuildOptions:
 
     Attributes:
         source: directory, hub id or GGUF file. output: directory to make. tokenizer: instead of the source's own.
-        dtype: of weights and caches, a key of ``exporter.graph_file.DTYPES``.
+        precision: of weights and activations. drafter_precision: of the matrices of heads and of a draft model; None:
+            the target's.
+        calibrate: text that the layers' integer codes are fitted to (GPTQ), calibration_tokens of it; None: rounded to
+            nearest. check: compare a quantised target with the checkpoint on a short text.
         window: S, cache slots; None: :data:`DEFAULT_WINDOW` or the model's limit.
         prefill_chunk: most prompt tokens in one call.
         drafters: lookup drafters to offer, the first is the default; empty: all. ``none`` first: plain by default.
         features: residual-stream boundaries that the graph also outputs.
-        heads: directory or hub id of speculative heads, whose drafter then is the default. draft: shape of its drafts.
+        heads: directories or hub ids of speculative heads, or ``NAME=HEADS``; the first is the default drafter.
+        draft: shape of their drafts. named_drafts: of those heads, or the draft model, that have another.
         draft_model: directory, hub id or GGUF file of a smaller model to draft with, then the default unless there are
             heads. draft_revision, draft_tokenizer: of it.
     """
@@ -60,17 +85,35 @@ class BuildOptions:
     revision: str | None = None
     offline: bool = False
     tokenizer: Path | None = None
-    dtype: str = "fp32"
+    precision: PrecisionOptions = field(default_factory=PrecisionOptions)
+    drafter_precision: str | None = None
+    calibrate: Path | None = None
+    calibration_tokens: int | None = None
+    check: bool = True
     window: int | None = None
     prefill_chunk: int = DEFAULT_CHUNK
     drafters: tuple[str, ...] = ()
     features: tuple[Capture, ...] = ()
     overwrite: bool = False
-    heads: str | None = None
+    heads: tuple[str, ...] = ()
     draft_model: str | None = None
     draft_revision: str | None = None
     draft_tokenizer: Path | None = None
     draft: DraftOptions = field(default_factory=DraftOptions)
+    named_drafts: Mapping[str, DraftOptions] = field(default_factory=dict)
+
+    def drafting(self) -> PrecisionOptions:
+        """Precision of heads and of a draft model: the target's activations, block size and formats unless named."""
+        if self.drafter_precision is None:
+            return self.precision
+        block = self.precision.block_size if self.drafter_precision == self.precision.precision else None
+        return PrecisionOptions(
+            self.drafter_precision, block_size=block, activations=self.precision.activations, exact=self.precision.exact
+        )
+
+    def draft_of(self, name: str) -> DraftOptions:
+        """Shape of the drafts of one drafter."""
+        return self.named_drafts.get(name, self.draft)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,56 +136,90 @@ def build(options: BuildOptions, progress: Progress) -> BuildResult:
         with progress.stage("read checkpoint"):
             opened = open_checkpoint(options.source, revision=options.revision, offline=options.offline)
             checkpoint = target_view(opened)
+            for note in checkpoint.notes:
+                progress.log(f"note: {note}")
             config = read_config(checkpoint.config)
             slots = window_of(config, options.window)
             tokenizer = collect_tokenizer(checkpoint, options.tokenizer)
-            head = _read_head(options, config, tokenizer, progress)
-            captures = options.features if head is None else head.record.captures
+            heads = _read_heads(options, config, tokenizer, progress)
+            captures = union(heads) if heads else options.features
             _check_captures(config, captures)
             draft = _read_draft_model(options, slots, tokenizer, progress)
-        _write_target(writer.path / TARGET_FILE, checkpoint, config, slots, options.dtype, captures, progress)
+            plan, precision = resolve(options.precision, tied=config.tie_word_embeddings)
+            text = (options.calibrate, options.calibration_tokens)
+            plan = calibrated_plan(plan, text, config, checkpoint.weights, slots, tokenizer)
+            drafting = options.drafting()
+            for warning in precision_warnings(heads, precision.weights):
+                progress.log(f"warning: {warning}")
+        packed = _write_target(
+            writer.path / TARGET_FILE, checkpoint, config, slots, plan, precision, captures, progress
+        )
         drafters = [DrafterInfo(name=name, kind=name, options={}, graph=None, tree=None) for name in lookups(options)]
         if draft is not None:
             graph = writer.path / DRAFT_FILE
-            _write_target(graph, draft.checkpoint, draft.config, draft.slots, options.dtype, (), progress, "draft ")
+            draft_plan, draft_precision = resolve(drafting, tied=draft.config.tie_word_embeddings)
+            _write_target(
+                graph, draft.checkpoint, draft.config, draft.slots, draft_plan, draft_precision, (), progress, "draft "
+            )
             with progress.stage("fingerprint draft"):
-                drafters.insert(0, write_record(draft, graph, options.draft.depth, options.dtype))
-        if head is not None:
-            with progress.stage("export heads"):
-                dtype = DTYPES[options.dtype]
+                depth = options.draft_of(ModelDrafter.kind).depth
+                drafters.insert(0, write_record(draft, graph, depth, precision.activations))
+        for place, (name, head) in enumerate(heads.items()):
+            with progress.stage("export heads" if len(heads) == 1 else f"export heads {name}"):
                 info = write_drafter(
-                    head, writer.path, options.draft, dtype=dtype, slots=slots, valid_vocab=tokenizer.vocab_size
+                    name,
+                    head,
+                    writer.path,
+                    options.draft_of(name),
+                    dtype=FLOATS[precision.activations],
+                    slots=slots,
+                    valid_vocab=tokenizer.vocab_size,
+                    offered=captures,
+                    plan=resolve(drafting, tied=False)[0],
                 )
-                drafters.insert(0, info)
+                if not {precision.lm_head, precision.embedding, drafting.precision} & {*GPU_FORMATS}:
+                    lower_drafter(writer.path / str(info.graph), packed, exact=precision.exact)
+                drafters.insert(place, info)
         with progress.stage("fingerprint"):
             lineage = Lineage(
                 source=checkpoint.source,
                 revision=options.revision,
                 fingerprint=checkpoint.fingerprint(),
-                head_fingerprint=None if head is None else head.fingerprint(),
+                heads={name: head.fingerprint() for name, head in heads.items()},
             )
         with progress.stage("finish bundle"):
             _write_texts(writer, tokenizer)
-            info_of_target = _target_info(options, config, slots, tokenizer, len(captures) * config.hidden_size)
+            info_of_target = _target_info(
+                options, config, slots, precision, tokenizer, len(captures) * config.hidden_size
+            )
             bundle = writer.finish(_manifest(options, info_of_target, drafters, lineage, tokenizer))
+    if options.check and {precision.weights, precision.lm_head} & {"int4", "int8"} and packed is not None:
+        with progress.stage("check agreement"):
+            check_build(bundle, config, checkpoint.weights, progress)
     return BuildResult(bundle, dict(progress.seconds), peak_rss_bytes())
 
 
-def _read_head(
+def _read_heads(
     options: BuildOptions, config: TargetConfig, tokenizer: TokenizerFiles, progress: Progress
-) -> Head | None:
-    """The heads that were asked for, checked against the target and the draft options."""
-    if options.heads is None:
-        if options.draft.tree is not None:
-            raise UsageError("--tree shapes the drafts of heads: name them with --heads, or leave it out")
-        return None
-    if options.features:
+) -> dict[str, Head]:
+    """The heads that were asked for, by name, checked against the target and the draft options."""
+    if not options.heads and options.draft.tree is not None:
+        raise UsageError("--tree shapes the drafts of heads: name them with --heads, or leave it out")
+    if options.heads and options.features:
         raise UsageError("--features and --heads exclude each other: the heads decide which features they read")
-    head, warnings = read_head(options.heads, config, options.source, tokenizer.tokenizer_json, offline=options.offline)
+    heads, warnings = read_heads(
+        options.heads, config, options.source, tokenizer.tokenizer_json, offline=options.offline
+    )
     for warning in warnings:
         progress.log(f"warning: {warning}")
-    check_draft(head, options.draft)
-    return head
+    names = [*heads, *([ModelDrafter.kind] if options.draft_model is not None else [])]
+    for name in options.named_drafts:
+        if name not in names:
+            known = ", ".join(names) or "none"
+            raise UsageError(f"draft options for {name!r}: no such heads or draft model, there are {known}")
+    for name, head in heads.items():
+        check_draft(head, options.draft_of(name))
+    return heads
 
 
 def _read_draft_model(
@@ -157,7 +234,7 @@ def _read_draft_model(
         options.draft_model,
         tokenizer.tokenizer_json,
         slots=slots,
-        depth=options.draft.depth,
+        depth=options.draft_of(ModelDrafter.kind).depth,
         revision=options.draft_revision,
         tokenizer=options.draft_tokenizer,
         offline=options.offline,
@@ -200,40 +277,33 @@ def _write_target(
     checkpoint: Checkpoint,
     config: TargetConfig,
     slots: int,
-    dtype: str,
+    plan: Plan,
+    precision: PrecisionInfo,
     captures: tuple[Capture, ...],
     progress: Progress,
     label: str = "",
-) -> None:
-    """Export a target (or draft model) to ``graph``, its data and its lowering; ``label`` goes before stage names."""
+) -> Packed | None:
+    """Export a target (or draft model) to ``graph``, its data and its lowering; ``label`` goes before stage names.
+
+    Returns:
+        Matrices that the lowering laid out, for drafters that share them; None without lowering.
+    """
+    activations = precision.activations
     with progress.stage(f"trace {label}graph"):
-        model, target = export_target(config, slots, DTYPES[dtype], captures, checkpoint.weights)
+        model, target = export_target(config, slots, FLOATS[activations], captures, checkpoint.weights)
     with progress.stage(f"write {label}weights", state_bytes(target)) as stage:
-        save_target(model, target, checkpoint.weights, graph, stage.advance)
+        save_target(model, target, checkpoint.weights, graph, stage.advance, plan)
+    if gpu := sorted({precision.weights, precision.lm_head, precision.embedding} & {*GPU_FORMATS}):
+        progress.log(f"{label}weights in {gpu[0]} run on GPUs only: there is no lowering for the CPU")
+        return None
     with progress.stage(f"lower {label}for CPU"):
-        if not write_lowered(graph.parent, config, slots, dtype, graph.name):
+        packed = lower_target(graph.parent, config, slots, activations, graph.name, exact=precision.exact)
+        if packed is None:
             progress.log(
                 f"warning: heads of width {config.head_dim} have no fast attention on the CPU (it takes multiples "
                 f"of {grouped_query.HEAD_DIM_MULTIPLE}): a step reads all {slots} cache slots there"
             )
-
-
-def write_lowered(folder: Path, config: TargetConfig, slots: int, dtype: str, graph: str = TARGET_FILE) -> bool:
-    """Write the CPU lowering of ``folder/graph`` beside it; the weights are shared, not copied.
-
-    Returns:
-        False where the model's head width has no such lowering: the CPU then runs the exported graph.
-    """
-    if config.head_dim % grouped_query.HEAD_DIM_MULTIPLE:
-        return False
-    lowered_file, commit_file = cpu_files(graph)
-    model = grouped_query.lower(ir.load(folder / graph), slots)
-    ir.save(model, folder / lowered_file)
-    commit = grouped_query.commit_model(
-        config.num_layers, config.num_kv_heads, config.head_dim, slots, IR_DTYPES[dtype]
-    )
-    ir.save(commit, folder / commit_file)
-    return True
+    return packed
 
 
 def _write_texts(writer: BundleWriter, tokenizer: TokenizerFiles) -> None:
@@ -249,7 +319,12 @@ def _json(value: object) -> str:
 
 
 def _target_info(
-    options: BuildOptions, config: TargetConfig, slots: int, tokenizer: TokenizerFiles, features_size: int
+    options: BuildOptions,
+    config: TargetConfig,
+    slots: int,
+    precision: PrecisionInfo,
+    tokenizer: TokenizerFiles,
+    features_size: int,
 ) -> TargetInfo:
     return TargetInfo(
         architecture=config.architecture,
@@ -260,7 +335,7 @@ def _target_info(
         vocab_size=config.vocab_size,
         valid_vocab=tokenizer.vocab_size,
         slots=slots,
-        dtype=options.dtype,
+        precision=precision,
         prefill_chunk=min(options.prefill_chunk, slots),
         features_size=features_size,
         windows=tuple(layer.window for layer in config.layers),
@@ -274,7 +349,7 @@ def _manifest(
     lineage: Lineage,
     tokenizer: TokenizerFiles,
 ) -> Manifest:
-    weightless = options.heads is None and options.draft_model is None
+    weightless = not options.heads and options.draft_model is None
     plain = not drafters or (weightless and options.drafters[:1] == (NO_DRAFTER,))
     return Manifest(
         schema=SCHEMA_VERSION,

@@ -35,6 +35,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
 
 
@@ -254,8 +256,12 @@ class PickleSource:
 
     def stored(self, name: str) -> tuple[str, Iterator[memoryview]]:
         dtype = next((key for key, value in DTYPES.items() if value == self._find(name)[2]), "?")
+        return dtype, self._pieces(name)
+
+    def _pieces(self, name: str) -> Iterator[memoryview]:
         data = self.read(name).reshape(-1).view(torch.uint8).numpy()
-        return dtype, (data[i : i + _CHUNK].data for i in range(0, data.size, _CHUNK))
+        for start in range(0, data.size, _CHUNK):
+            yield data[start : start + _CHUNK].data
 
     def headers(self) -> Iterator[bytes]:
         for label in sorted(self._files):

@@ -40,6 +40,8 @@ ORDER = "order"
 SELECT = "select"
 LOGITS = "logits"
 FEATURES = "features"
+#: Input of drafter graphs besides the target's names: what is added to the logits of each depth.
+NOISE = "noise"
 #: Outputs of drafter graphs.
 DRAFT_TOKENS = "draft_tokens"
 DRAFT_PARENTS = "draft_parents"

@@ -27,8 +27,17 @@ from numpy.typing import NDArray
 
 from specexport.runtime.calibration import Calibration
 from specexport.runtime.costs import Costs
-from specexport.runtime.drafters.base import Drafter, DraftRequest, FeatureDrafter, Observation, StepwiseDrafter
+from specexport.runtime.drafters.base import (
+    CoupledDrafter,
+    Drafter,
+    DraftRequest,
+    FeatureDrafter,
+    Observation,
+    StepwiseDrafter,
+)
 from specexport.runtime.merge import Draft, Joined, join
+from specexport.runtime.rules import SampledDrafter
+from specexport.runtime.sampling import SamplingParams
 from specexport.runtime.tree import Tree
 
 #: A head that is asked must lose by this much before it is left out; one that is left out must win by as much.
@@ -99,6 +108,7 @@ class Controller:
         costs: of a step and a draft.
         widths: numbers of nodes that the engine is built for; None: any.
         max_nodes: widest tree, the root included.
+        chains: propose no branching trees, only the surest path.
     """
 
     name = "auto"
@@ -111,8 +121,10 @@ class Controller:
         *,
         max_nodes: int,
         widths: Sequence[int] | None = None,
+        chains: bool = False,
     ) -> None:
         self.max_nodes = max_nodes
+        self._chains = chains
         self._lookups = tuple(lookups)
         self._heads = {head.name: _Head(head) for head in heads}
         self._all: tuple[Drafter, ...] = (*lookups, *heads)
@@ -124,6 +136,19 @@ class Controller:
         #: The last one; None before the first.
         self.decision: Decision | None = None
 
+    @property
+    def asked(self) -> str | None:
+        """See :class:`~specexport.runtime.drafters.base.DecidingDrafter`."""
+        return None if self.decision is None else self.decision.asked or "lookups"
+
+    def couple(self, params: SamplingParams | None) -> None:
+        """See :class:`~specexport.runtime.drafters.base.CoupledDrafter`."""
+        for drafter in self._all:
+            if isinstance(drafter, CoupledDrafter):
+                drafter.couple(params)
+            elif params is not None and isinstance(drafter, SampledDrafter):
+                drafter.begin_sampling(params)
+
     def begin(self, tokens: Sequence[int], first: int) -> None:
         """A new prompt; what was learnt about drafters and costs stays."""
         self._used, self._trees, self.decision = len(tokens), [], None
@@ -134,7 +159,7 @@ class Controller:
         """The joined tree of the best expected rate; the root alone where plain decoding is as fast."""
         self._trees = [(drafter, drafter.propose(request)) for drafter in self._lookups]
         drafts = [self._draft(*proposal) for proposal in self._trees]
-        joined = join(drafts, request.root, request.max_depth)
+        joined = self._join(drafts, request)
         nodes, lookups = self._best(joined, request.max_nodes, 0.0)
         promise = sum(sum(joined.chances[1:]) > edge for edge in _PROMISES)
         head = self._choose(promise)
@@ -144,7 +169,7 @@ class Controller:
         tree, spent_s = self._ask(head, request)
         self._trees.append((head.drafter, tree))
         drafts.append(self._draft(head.drafter, tree))
-        joined = join(drafts, request.root, request.max_depth)
+        joined = self._join(drafts, request)
         nodes, rate = self._best(joined, request.max_nodes, spent_s)
         self.decision = Decision(head.drafter.name, nodes, rate, lookups, promise)
         return joined.tree(nodes)
@@ -152,22 +177,29 @@ class Controller:
     def observe(self, observation: Observation) -> None:
         """Learn what the step showed about every tree that was proposed for it."""
         self._costs.observe_step(len(observation.tree), self._used, observation.seconds)
-        decision = self.decision
-        for drafter, tree in self._trees if decision else []:
-            known = self._heads.get(drafter.name)
-            weight = 1.0 if known is None or known.on[decision.promise] else _PROBE_WEIGHT
-            self._calibrations[drafter.name].learn(tree, observation.emitted, weight)
-        for name, head in self._heads.items():
-            if decision and decision.asked == name:
-                tree = self._trees[-1][1]
-                right = observation.emitted[0] in tree.tokens[tree.parents == 0]
-                head.judge(decision.promise, decision.rate / decision.lookups, right)
-            else:
-                head.quiet += 1
+        if self.decision is not None:
+            self._learn(self.decision, observation.emitted)
         for drafter in self._all:
             drafter.observe(observation)
         self._used += len(observation.emitted)
         self._trees, self.decision = [], None
+
+    def _learn(self, decision: Decision, emitted: Sequence[int]) -> None:
+        for drafter, tree in self._trees:
+            head = self._heads.get(drafter.name)
+            weight = 1.0 if head is None or head.on[decision.promise] else _PROBE_WEIGHT
+            self._calibrations[drafter.name].learn(tree, emitted, weight)
+        for name, head in self._heads.items():
+            if decision.asked == name:
+                tree = self._trees[-1][1]
+                right = emitted[0] in tree.tokens[tree.parents == 0]
+                head.judge(decision.promise, decision.rate / decision.lookups, right)
+            else:
+                head.quiet += 1
+
+    def _join(self, drafts: Sequence[Draft], request: DraftRequest) -> Joined:
+        joined = join(drafts, request.root, request.max_depth)
+        return joined.trunk() if self._chains else joined
 
     def _draft(self, drafter: Drafter, tree: Tree) -> Draft:
         return Draft(tree, self._calibrations[drafter.name].chances(tree))

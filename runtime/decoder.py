@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 
 from specexport.runtime.acceptance import Logprobs, match
 from specexport.runtime.cache import CacheRows, common_prefix
-from specexport.runtime.drafters.base import Drafter, DraftRequest, FeatureDrafter, Observation
+from specexport.runtime.drafters.base import (
+    CoupledDrafter,
+    DecidingDrafter,
+    Drafter,
+    DraftRequest,
+    FeatureDrafter,
+    Observation,
+)
 from specexport.runtime.engine import TargetEngine
 from specexport.runtime.errors import UsageError
 from specexport.runtime.rules import DEFAULT_RULE, SampledDrafter, find_rule
@@ -52,6 +59,7 @@ class Decoder:
         max_nodes: widest tree, the root included.
         prefill_chunk: most prompt tokens in one call.
         acceptance: the rule that judges drafts, see :data:`specexport.runtime.rules.RULES`.
+        chains: verify no branching trees, only their best paths (:meth:`~specexport.runtime.tree.Tree.trunk`).
 
     Raises:
         UsageError: an impossible setting, or a drafter that the target or the rule cannot serve.
@@ -66,14 +74,17 @@ class Decoder:
         max_nodes: int = 8,
         prefill_chunk: int = 256,
         acceptance: str = DEFAULT_RULE,
+        chains: bool = False,
     ) -> None:
         if max_nodes < 1 or prefill_chunk < 1:
             raise UsageError(f"expected max_nodes >= 1 and prefill_chunk >= 1, got {max_nodes} and {prefill_chunk}")
         self._engine = engine
         self.drafter = drafter
         self.acceptance = acceptance
+        self._chains = chains
         self._rule = find_rule(acceptance, drafter)
         self._absorb = drafter.absorb if isinstance(drafter, FeatureDrafter) else None
+        self._deciding = drafter if isinstance(drafter, DecidingDrafter) else None
         if drafter and self._absorb and not engine.features_size:
             raise UsageError(
                 f"drafter {drafter.name} needs features, which the target graph does not give: build again"
@@ -181,6 +192,8 @@ class Decoder:
             begun = perf_counter()
             if isinstance(self.drafter, SampledDrafter):
                 self.drafter.begin_sampling(sampler.params)
+            if isinstance(self.drafter, CoupledDrafter):
+                self.drafter.couple(sampler.params if self._rule.couples else None)
             if self.drafter:
                 self.drafter.begin(prompt, root)
             statistics.draft_s = statistics.decode_s = perf_counter() - begun
@@ -234,11 +247,14 @@ class Decoder:
         nodes = min(self._max_nodes, self._engine.slots - past)
         if self.drafter and nodes > 1 and budget > 1:
             tree = self.drafter.propose(DraftRequest(root, nodes, budget - 1)).pruned(nodes)
+            if self._chains:
+                tree = tree.trunk()
             if tree.tokens[0] != root:
                 raise ValueError(f"drafter {self.drafter.name} changed the root {root} to {int(tree.tokens[0])}")
         else:
             tree = Tree.chain([root])
         drafted = perf_counter()
+        asked = self._deciding.asked if self._deciding else None
         mask, depths = self._layout(tree)
         size = len(tree)
         ready = perf_counter()
@@ -249,9 +265,9 @@ class Decoder:
         self._accept(path, tree.tokens[path].tolist())
         matched = perf_counter()
         if self.drafter:
-            self.drafter.observe(Observation(emitted, tree, path, logits.__getitem__))
+            self.drafter.observe(Observation(emitted, tree, path, logits.__getitem__, verified - ready))
         observed = perf_counter()
-        statistics.add_call(tree, path, emitted)
+        statistics.add_call(tree, path, emitted, asked)
         statistics.finish_reason = self._finish(accepted.stopped, budget - len(emitted))
         statistics.draft_s += drafted - start + observed - matched
         statistics.verify_s += verified - ready

@@ -38,6 +38,18 @@ class Joined:
     parents: list[int]
     chances: list[float]
 
+    def trunk(self) -> Joined:
+        """The path of the surest nodes alone."""
+        path = [0]
+        for node in range(1, len(self.tokens)):  # surest first: the first child that comes is the best
+            if self.parents[node] == path[-1]:
+                path.append(node)
+        return Joined(
+            [self.tokens[node] for node in path],
+            list(range(-1, len(path) - 1)),
+            [self.chances[node] for node in path],
+        )
+
     def tree(self, size: int) -> Tree:
         """The best tree of at most ``size`` nodes; its scores are log chances."""
         chances = np.array(self.chances[:size], np.float32)

@@ -36,18 +36,21 @@ class Rule:
     Attributes:
         accept: the rule. lossy: its output does not follow the target's distribution.
         needs_samples: it judges only what a :class:`SampledDrafter` proposes.
+        couples: a draft is right if it is the token that the target draws with its noise, so a
+            :class:`~specexport.runtime.drafters.base.CoupledDrafter` had better draft with the same.
     """
 
     accept: Acceptor
     lossy: bool = False
     needs_samples: bool = False
+    couples: bool = False
 
 
 DEFAULT_RULE = "match"
 
 #: Every rule by name. Command-line choices come from here.
 RULES: dict[str, Rule] = {
-    DEFAULT_RULE: Rule(match),
+    DEFAULT_RULE: Rule(match, couples=True),
     "rejection": Rule(rejection, needs_samples=True),
     "typical": Rule(typical, lossy=True),
 }

@@ -10,10 +10,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
 from specexport.runtime.acceptance import Logprobs
+from specexport.runtime.auto import AUTO, make_controller
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.decoder import Decoder
 from specexport.runtime.drafters import DRAFTERS, GRAPH_DRAFTERS, NO_DRAFTER, Drafter, make_drafter
-from specexport.runtime.engine import TargetEngine, find_engine
+from specexport.runtime.engine import TargetEngine, find_engine, width_exact
 from specexport.runtime.errors import BundleError, UsageError
 from specexport.runtime.rules import DEFAULT_RULE
 from specexport.runtime.sampling import Sampler, SamplingParams
@@ -86,8 +87,9 @@ class Session:
 
     Args:
         bundle: what to run.
-        drafter: a drafter of the bundle or a lookup drafter by name, ``"none"`` for plain decoding, an object that
-            follows :class:`~specexport.runtime.drafters.base.Drafter`, or None for the bundle's default.
+        drafter: a drafter of the bundle or a lookup drafter by name, ``"auto"`` for the controller over all of the
+            bundle's (:mod:`specexport.runtime.controller`), ``"none"`` for plain decoding, an object that follows
+            :class:`~specexport.runtime.drafters.base.Drafter`, or None for the bundle's default.
         engine: entry point name, a loaded engine, or None for the bundle's default.
         threads: of the engine, 0 for one per physical core.
         max_nodes: widest tree, the root included; None: what the drafter's graph gives, or :data:`MAX_NODES`.
@@ -114,13 +116,19 @@ class Session:
         target = bundle.manifest.target
         self.bundle = bundle
         self._template: ChatTemplate | None = None
+        engine_name = engine if isinstance(engine, str) else bundle.manifest.engine
         if engine is None or isinstance(engine, str):
-            engine = find_engine(engine or bundle.manifest.engine)(bundle.path, threads=threads)
+            engine = find_engine(engine_name)(bundle.path, threads=threads)
         if (engine.vocab_size, engine.slots) != (target.vocab_size, target.slots):
             raise BundleError(
                 f"the engine has vocabulary {engine.vocab_size} and {engine.slots} cache rows, expected "
                 f"{target.vocab_size} and {target.slots} by the manifest: build the bundle again"
             )
+        # Columns of a branching tree add up in another order. That is 1e-7 in a sum, but 8-bit activations round it up.
+        chains = target.precision.quantized and target.precision.exact and width_exact(engine)
+        if drafter == AUTO or (drafter is None and bundle.manifest.drafter == AUTO):
+            drafter = make_controller(bundle, engine, engine_name, threads, chains=chains)
+        self._engine = engine
         found = find_drafter(bundle, drafter, engine)
         if max_nodes is None:
             max_nodes = getattr(found, "max_nodes", MAX_NODES)
@@ -131,12 +139,22 @@ class Session:
             max_nodes=max_nodes,
             prefill_chunk=prefill_chunk or target.prefill_chunk,
             acceptance=acceptance,
+            chains=chains,
         )
 
     @property
     def drafter(self) -> str:
         """Name of what proposes; ``"none"`` for plain decoding."""
         return self._decoder.drafter.name if self._decoder.drafter else NO_DRAFTER
+
+    @property
+    def width_exact(self) -> bool:
+        """Whether the engine promises the tokens of plain decoding, not only up to rounding."""
+        return width_exact(self._engine)
+
+    def forget(self) -> None:
+        """Empty the cache: nothing of the next prompt is reused."""
+        self._decoder.forget()
 
     def params(self, **overrides: Any) -> SamplingParams:
         """Sampling parameters: the model's generation defaults with ``overrides`` (None: not overridden)."""
@@ -261,7 +279,7 @@ def find_drafter(bundle: Bundle, drafter: str | Drafter | None, engine: TargetEn
     except TypeError as error:
         raise BundleError(f"drafter {drafter!r}: {error}") from error
     if kind != NO_DRAFTER and kind not in DRAFTERS:
-        names = dict.fromkeys([NO_DRAFTER, *offered, *DRAFTERS])
+        names = dict.fromkeys([AUTO, NO_DRAFTER, *offered, *DRAFTERS])
         raise UsageError(f"unknown drafter {drafter!r}: expected one of {', '.join(names)}")
     return make_drafter(kind, bundle.manifest.target.valid_vocab, **options)
 

@@ -26,6 +26,8 @@ class RunStatistics:
         tokens: emitted tokens, the first one and a stop token included.
         target_calls: calls of the decode phase. drafted_nodes: nodes they verified, roots excluded.
         tree_sizes: ``{T: calls}``, roots included.
+        decisions: with the controller, ``{head: {T: calls}}``: how many calls verified T nodes after asking that head,
+            ``lookups`` where none was asked.
         proposed: ``proposed[d - 1]``: calls that decided about a draft at depth d, the path being right up to d - 1.
         accepted: ``accepted[d - 1]``: those of them where the emitted token was drafted.
         decode_s: time of the decode phase, of which ``draft_s`` in the drafter, ``verify_s`` in the target.
@@ -44,6 +46,7 @@ class RunStatistics:
     target_calls: int = 0
     drafted_nodes: int = 0
     tree_sizes: dict[int, int] = field(default_factory=dict)
+    decisions: dict[str, dict[int, int]] = field(default_factory=dict)
     proposed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     decode_s: float = 0.0
@@ -51,13 +54,20 @@ class RunStatistics:
     verify_s: float = 0.0
     finish_reason: FinishReason | None = None
 
-    def add_call(self, tree: Tree, path: Sequence[int], emitted: Sequence[int]) -> None:
-        """Count one decode call: ``emitted[i]`` was sampled at node ``path[i]`` of ``tree``."""
+    def add_call(self, tree: Tree, path: Sequence[int], emitted: Sequence[int], asked: str | None = None) -> None:
+        """Count one decode call: ``emitted[i]`` was sampled at node ``path[i]`` of ``tree``.
+
+        Args:
+            asked: what a controller asked for it.
+        """
         size = len(tree)
         self.target_calls += 1
         self.tokens += len(emitted)
         self.drafted_nodes += size - 1
         self.tree_sizes[size] = self.tree_sizes.get(size, 0) + 1
+        if asked is not None:
+            sizes = self.decisions.setdefault(asked, {})
+            sizes[size] = sizes.get(size, 0) + 1
         if size == 1:
             return
         parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
@@ -117,4 +127,8 @@ class RunStatistics:
             "accepted_by_depth": list(self.accepted),
             "drafted_nodes": self.drafted_nodes,
             "tree_sizes": {str(size): calls for size, calls in sorted(self.tree_sizes.items())},
+            "decisions": {
+                asked: {str(size): calls for size, calls in sorted(sizes.items())}
+                for asked, sizes in sorted(self.decisions.items())
+            },
         }

@@ -98,6 +98,25 @@ class Tree:
         parents = np.where(self.parents[kept] < 0, -1, place[self.parents[kept]])
         return Tree(self.tokens[kept], parents, self.scores[kept])
 
+    def trunk(self) -> Tree:
+        """The path that goes on with the best child each time; of equal scores, or without any, with the first."""
+        parents = self.parents.tolist()
+        if all(parent == node - 1 for node, parent in enumerate(parents)):
+            return self
+        scores = self.scores.tolist() or [0.0] * len(parents)
+        best: dict[int, int] = {}
+        for node in range(1, len(parents)):
+            known = best.get(parents[node])
+            if known is None or scores[node] > scores[known]:
+                best[parents[node]] = node
+        path = [0]
+        while path[-1] in best:
+            path.append(best[path[-1]])
+        kept = np.array(path)
+        return Tree(
+            self.tokens[kept], np.arange(-1, len(kept) - 1, dtype=np.int64), self.scores[kept[: len(self.scores)]]
+        )
+
     def pruned(self, size: int) -> Tree:
         """The first ``size`` nodes (parents come first, so any prefix is a tree)."""
         if size >= len(self.tokens):

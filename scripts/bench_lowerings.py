@@ -24,9 +24,9 @@ from onnx_ir.passes import common as passes
 from specexport.engines.ort import TARGET_FILE, OrtEngine, physical_cores
 from specexport.exporter.checkpoint import open_checkpoint
 from specexport.exporter.config import read_config
-from specexport.exporter.graph_file import DTYPES
+from specexport.exporter.lower import lower_target
 from specexport.exporter.onnx import export_target, save_target
-from specexport.exporter.pipeline import write_lowered
+from specexport.exporter.quantize.plan import FLOATS
 from specexport.runtime import contract
 
 WIDTHS = (1, 8, 64)
@@ -68,12 +68,12 @@ def step(engine: OrtEngine, width: int, past: int) -> float:
 def variants(checkpoint: str, slots: int, folder: Path, threads: int) -> dict[str, OrtEngine]:
     opened = open_checkpoint(checkpoint)
     config = read_config(opened.config)
-    model, target = export_target(config, slots, DTYPES["fp32"])
+    model, target = export_target(config, slots, FLOATS["fp32"])
     plain, sliced = folder / f"plain-{slots}", folder / f"sliced-{slots}"
     plain.mkdir()
     sliced.mkdir()
     save_target(model, target, opened.weights, plain / TARGET_FILE)
-    write_lowered(plain, config, slots, "fp32")
+    lower_target(plain, config, slots, "fp32")
     ir.save(slice_caches(ir.load(plain / TARGET_FILE)), sliced / TARGET_FILE)
     (sliced / (TARGET_FILE + ".data")).hardlink_to(plain / (TARGET_FILE + ".data"))
     return {

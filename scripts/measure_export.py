@@ -1,6 +1,6 @@
 """Peak memory and stage times of an export, beside the size of the weights and the cost of importing torch.
 
-    python scripts/measure_export.py CHECKPOINT [--dtype fp16] [--window 2048]
+    python scripts/measure_export.py CHECKPOINT [--precision fp16] [--window 2048]
 
 The build runs in a process of its own, as ``specexport build`` does.
 """
@@ -22,7 +22,7 @@ def run(*command: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint")
-    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--precision", default="fp32")
     parser.add_argument("--window", default="2048")
     arguments = parser.parse_args()
     peak = "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
@@ -32,12 +32,12 @@ def main() -> None:
         report = json.loads(
             run(
                 "-m", "specexport.exporter.cli", "build", arguments.checkpoint, "-o", str(bundle), "--json",
-                "--dtype", arguments.dtype, "--window", arguments.window,
+                "--precision", arguments.precision, "--window", arguments.window,
             )
         )  # fmt: skip
         weights = (bundle / "target.onnx.data").stat().st_size
     rss = report["peak_rss_bytes"]
-    print(f"weights {weights / 1e6:.0f} MB ({arguments.dtype}), torch import {torch_bytes / 1e6:.0f} MB")
+    print(f"weights {weights / 1e6:.0f} MB ({arguments.precision}), torch import {torch_bytes / 1e6:.0f} MB")
     print(f"peak {rss / 1e6:.0f} MB = {rss / weights:.2f} x weights = {(rss - torch_bytes) / weights:.2f} x + torch")
     for name, seconds in report["stages"].items():
         print(f"{name:>20} {seconds:7.1f} s")

@@ -52,7 +52,14 @@ def manifest_dict() -> dict[str, Any]:
             "vocab_size": 32,
             "valid_vocab": 30,
             "slots": 64,
-            "dtype": "fp32",
+            "precision": {
+                "weights": "fp32",
+                "lm_head": "fp32",
+                "embedding": "fp32",
+                "block": 0,
+                "activations": "fp32",
+                "exact": True,
+            },
             "prefill_chunk": 16,
             "features_size": 0,
             "windows": [None, 8],
@@ -69,7 +76,7 @@ def manifest_dict() -> dict[str, Any]:
         ],
         "drafter": "suffix",
         "stop_ids": [2],
-        "lineage": {"source": "model", "revision": None, "fingerprint": "00ff", "head_fingerprint": None},
+        "lineage": {"source": "model", "revision": None, "fingerprint": "00ff", "heads": {}},
         "files": {},
     }
 

@@ -17,12 +17,14 @@ TENSORS: Table = {
     **COMMON,
     **{
         f"layers.{{i}}.attention.{name}_proj.weight": Rule(
-            "model.layers.{i}.self_attn.qkv_proj.weight", rows(_qkv, index)
+            "model.layers.{i}.self_attn.qkv_proj.weight", rows(_qkv, index), operand=True
         )
         for index, name in enumerate("qkv")
     },
     **{
-        f"layers.{{i}}.mlp.{name}_proj.weight": Rule("model.layers.{i}.mlp.gate_up_proj.weight", rows(_gate_up, index))
+        f"layers.{{i}}.mlp.{name}_proj.weight": Rule(
+            "model.layers.{i}.mlp.gate_up_proj.weight", rows(_gate_up, index), operand=True
+        )
         for index, name in enumerate(("gate", "up"))
     },
 }

@@ -8,36 +8,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from specexport.exporter.config import TargetConfig
+from specexport.exporter.quantize.record import Quantized, QuantizedSource
 from specexport.exporter.weights import WeightSource
 from specexport.runtime.errors import CheckpointError
 
 Transform = Callable[[Tensor, TargetConfig], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One checkpoint tensor, and what is done to it."""
-
-    source: str
-    transform: Transform
-
-
-Table = Mapping[str, Rule]
-
-
 def as_is(tensor: Tensor, config: TargetConfig) -> Tensor:
     return tensor
 
 
-def operand(tensor: Tensor, config: TargetConfig) -> Tensor:
-    """[out, in] of ``nn.Linear`` -> [in, out] of a matrix product's right operand."""
-    return tensor.t()
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One checkpoint tensor, and what is done to it.
+
+    Attributes:
+        transform: of a matrix it changes rows only, so that codes and scales of a quantised one follow.
+        operand: [out, in] of ``nn.Linear`` becomes [in, out], a matrix product's right operand, after it.
+    """
+
+    source: str
+    transform: Transform = as_is
+    operand: bool = False
+
+
+Table = Mapping[str, Rule]
 
 
 def norm(tensor: Tensor, config: TargetConfig) -> Tensor:
@@ -46,37 +48,41 @@ def norm(tensor: Tensor, config: TargetConfig) -> Tensor:
 
 
 def rows(part: Callable[[TargetConfig], tuple[int, ...]], index: int) -> Transform:
-    """Operand ``index`` of a fused [sum(part), in] matrix (Phi-3's qkv_proj and gate_up_proj)."""
+    """Part ``index`` of a fused [sum(part), in] matrix (Phi-3's qkv_proj and gate_up_proj)."""
 
     def transform(tensor: Tensor, config: TargetConfig) -> Tensor:
         sizes = part(config)
         if tensor.shape[0] != sum(sizes):
             raise CheckpointError(f"fused matrix has {tensor.shape[0]} rows, the config makes {sum(sizes)}: {sizes}")
         start = sum(sizes[:index])
-        return tensor[start : start + sizes[index]].t()
+        return tensor[start : start + sizes[index]]
 
     return transform
 
 
 #: Names most decoder-only models share (Llama's).
 COMMON: Table = {
-    "embedding": Rule("model.embed_tokens.weight", as_is),
+    "embedding": Rule("model.embed_tokens.weight"),
     "norm.weight": Rule("model.norm.weight", norm),
-    "lm_head": Rule("lm_head.weight", as_is),
+    "lm_head": Rule("lm_head.weight"),
     "layers.{i}.input_norm.weight": Rule("model.layers.{i}.input_layernorm.weight", norm),
     "layers.{i}.mlp_norm.weight": Rule("model.layers.{i}.post_attention_layernorm.weight", norm),
     **{
-        f"layers.{{i}}.attention.{name}_proj.weight": Rule(f"model.layers.{{i}}.self_attn.{name}_proj.weight", operand)
+        f"layers.{{i}}.attention.{name}_proj.weight": Rule(
+            f"model.layers.{{i}}.self_attn.{name}_proj.weight", operand=True
+        )
         for name in "qkvo"
     },
     **{
-        f"layers.{{i}}.attention.{name}_proj.bias": Rule(f"model.layers.{{i}}.self_attn.{name}_proj.bias", as_is)
+        f"layers.{{i}}.attention.{name}_proj.bias": Rule(f"model.layers.{{i}}.self_attn.{name}_proj.bias")
         for name in "qkvo"
     },
     **{
-        f"layers.{{i}}.mlp.{name}_proj.{kind}": Rule(f"model.layers.{{i}}.mlp.{name}_proj.{kind}", transform)
+        f"layers.{{i}}.mlp.{name}_proj.{kind}": Rule(
+            f"model.layers.{{i}}.mlp.{name}_proj.{kind}", operand=kind == "weight"
+        )
         for name in ("gate", "up", "down")
-        for kind, transform in (("weight", operand), ("bias", as_is))
+        for kind in ("weight", "bias")
     },
 }
 
@@ -113,11 +119,25 @@ class Binding:
         """The parameter's value; raises as :meth:`check`."""
         return self._apply(weights.read(self.rule.source), config).to(self.dtype)
 
+    def matrix(self, weights: WeightSource, config: TargetConfig) -> Tensor:
+        """A matrix as :meth:`read`, but [out, in] also where it is an operand, and in its stored dtype."""
+        value = self._apply(weights.read(self.rule.source), config)
+        return value.t() if self.rule.operand else value
+
+    def quantized(self, weights: WeightSource, config: TargetConfig) -> Quantized | None:
+        """The matrix [out, in] as the checkpoint has it quantised, rows changed as :meth:`read` would; else None."""
+        if len(self.shape) != 2 or not isinstance(weights, QuantizedSource):
+            return None
+        stored = weights.quantized(self.rule.source)
+        return None if stored is None else stored.map_rows(lambda rows: self.rule.transform(rows, config))
+
     def _apply(self, stored: Tensor, config: TargetConfig) -> Tensor:
         wanted = f"the config calls for {self.shape}"
         if stored.ndim != len(self.shape):
             raise CheckpointError(f"tensor {self.rule.source!r} has shape {tuple(stored.shape)}, {wanted}")
         tensor = self.rule.transform(stored, config)
+        if self.rule.operand:
+            tensor = tensor.t()
         if tuple(tensor.shape) != self.shape:
             raise CheckpointError(
                 f"tensor {self.rule.source!r} gives {tuple(tensor.shape)} for {self.parameter}, {wanted}"
@@ -141,10 +161,12 @@ def bind(
         source = rule.source.replace("{i}", found.group()) if found else rule.source
         if source not in available:
             raise CheckpointError(f"tensor {source!r} is missing from the checkpoint ({name} needs it)")
-        binding = Binding(name, tuple(parameter.shape), parameter.dtype, Rule(source, rule.transform))
+        binding = Binding(name, tuple(parameter.shape), parameter.dtype, replace(rule, source=source))
         binding.check(weights, config)
         bindings.append(binding)
     unused = sorted(name for name in available - {b.rule.source for b in bindings} if not IGNORED.fullmatch(name))
+    # AutoGPTQ gives every projection a bias; one of zeros is none.
+    unused = [name for name in unused if not (name.endswith("_proj.bias") and not bool(weights.read(name).any()))]
     head = table["lm_head"].source
     if config.tie_word_embeddings and head in unused:
         if not torch.equal(weights.read(head), weights.read(table["embedding"].source)):

@@ -18,7 +18,7 @@ from specexport.exporter.graph_file import load_state
 from specexport.exporter.heads.record import BlockConfig, HeadLineage, RecurrentRecord
 from specexport.exporter.heads.recurrent import RecurrentDrafter
 from specexport.exporter.heads.trees import DynamicTree, StaticTree
-from specexport.runtime.contract import FEATURES, PAST, TOKENS
+from specexport.runtime.contract import FEATURES, NOISE, PAST, TOKENS
 
 WIDTH, TARGET, VOCAB, DRAFT, SLOTS = 16, 12, 40, 23, 32
 #: Most rows of a reference.
@@ -160,6 +160,8 @@ class Reference:
     def __init__(self, record: RecurrentRecord, weights: Weights) -> None:
         self.r, self.w = record, {name: tensor.double().numpy() for name, tensor in weights.tensors.items()}
         self.entries: list[Entry] = []
+        self.first = 0  # position that the root's children are at, and what is added to the logits from there on
+        self.noise: NDArray[np.float32] | None = None
         shape = (record.blocks.num_layers, ROWS, record.blocks.num_kv_heads, record.blocks.head_dim)
         self.keys, self.values = np.zeros(shape), np.zeros(shape)
 
@@ -207,11 +209,14 @@ class Reference:
                 x = self.norm(f"{place}input_norm", x)
             residual = residual + self.attend(layer, x, entry, index)
             y = self.norm(f"{place}mlp_norm", residual)
-            gate = self.linear(f"{place}mlp.gate_proj", y)
-            gate = gate / (1 + np.exp(-gate))
-            x = residual = residual + self.linear(f"{place}mlp.down_proj", gate * self.linear(f"{place}mlp.up_proj", y))
+            x = residual = residual + self.mlp(f"{place}mlp.", y)
         entry.out = residual
         return index
+
+    def mlp(self, place: str, y: NDArray[np.float64]) -> NDArray[np.float64]:
+        gate = self.linear(f"{place}gate_proj", y)
+        gate = gate / (1 + np.exp(-gate))
+        return self.linear(f"{place}down_proj", gate * self.linear(f"{place}up_proj", y))
 
     def attend(self, layer: int, x: NDArray[np.float64], entry: Entry, index: int) -> NDArray[np.float64]:
         b, place = self.r.blocks, f"layers.{layer}.attention."
@@ -235,6 +240,8 @@ class Reference:
         normed = self.norm("norm", out) if self.r.final_norm else out
         logits = self.w["lm_head"] @ normed
         logits = logits if self.r.draft_to_target is not None else logits[:valid]
+        if self.noise is not None:
+            logits = logits + self.noise[self.entries[index].position + 1 - self.first]
         top = logits.max()
         return logits - top - np.log(np.exp(logits - top).sum()), normed if self.r.feedback == "normed" else out
 
@@ -319,11 +326,17 @@ def expected(
     features: NDArray[np.float32],
     tokens: Sequence[int],
     valid: int = VOCAB,
+    noise: NDArray[np.float32] | None = None,
 ) -> Drafted:
-    """The reference's tree after the last of ``tokens``, whose stable rows come from ``features``."""
+    """The reference's tree after the last of ``tokens``, whose stable rows come from ``features``.
+
+    Args:
+        noise: [depth, rows], added to the logits of each depth; None: nothing.
+    """
     reference = Reference(heads, weights)
     for position, (token, row) in enumerate(zip(tokens, features, strict=True)):
         reference.add(token, reference.hidden(row.astype(np.float64)), position, list(range(position)))
+    reference.first, reference.noise = len(tokens), noise
     found, parents, scores = reference.grow(tree, len(tokens) - 1, valid)
     return found, parents, np.array(scores)
 
@@ -340,12 +353,11 @@ def module_of(
 
 def drafted(module: RecurrentDrafter, features: NDArray[np.float32], tokens: Sequence[int]) -> Drafted:
     """The module's tree from an empty cache."""
-    blocks = module.record.blocks
-    shape = (1, blocks.num_kv_heads, module.slots, blocks.head_dim)
-    caches = [torch.zeros(shape) for _ in range(2 * blocks.num_layers)]
+    caches = [torch.zeros(shape) for shape in module.record.cache_shapes(module.slots).values()]
+    silence = torch.zeros(module.growth.tree.depth, module.valid_rows)
     with torch.no_grad():
         found, parents, scores, *_ = module(
-            torch.from_numpy(features)[None], torch.tensor([list(tokens)]), torch.tensor([0]), *caches
+            torch.from_numpy(features)[None], torch.tensor([list(tokens)]), torch.tensor([0]), silence, *caches
         )
     return found.tolist(), parents.tolist(), scores.double().numpy()
 
@@ -367,11 +379,15 @@ def random_input(heads: RecurrentRecord, count: int, seed: int = 1) -> tuple[NDA
 def run_graph(path: Path, record: RecurrentRecord) -> Any:
     session = ort.InferenceSession(str(path))
     names = [value.name for value in session.get_outputs()]
-    shape = (1, record.blocks.num_kv_heads, SLOTS, record.blocks.head_dim)
-    caches = {v.name: np.zeros(shape, np.float32) for v in session.get_inputs() if v.name.startswith("past_")}
+    caches = {name: np.zeros(shape, np.float32) for name, shape in record.cache_shapes(SLOTS).items()}
+    assert [value.name for value in session.get_inputs() if value.name.startswith("past_")] == list(caches)
 
-    def run(features: NDArray[np.float32], tokens: list[int], past: int) -> dict[str, NDArray[Any]]:
-        feeds = {FEATURES: features[None], TOKENS: np.array([tokens]), PAST: np.array([past]), **caches}
+    silence = np.zeros(next(value.shape for value in session.get_inputs() if value.name == NOISE), np.float32)
+
+    def run(
+        features: NDArray[np.float32], tokens: list[int], past: int, noise: NDArray[np.float32] = silence
+    ) -> dict[str, NDArray[Any]]:
+        feeds = {FEATURES: features[None], TOKENS: np.array([tokens]), PAST: np.array([past]), NOISE: noise, **caches}
         outputs = dict(zip(names, session.run(None, feeds), strict=True))
         for name in caches:
             caches[name] = outputs[name.replace("past", "present")]

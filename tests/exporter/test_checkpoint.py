@@ -189,7 +189,7 @@ def entry(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4)) -> dict[
         ({"a": entry(shape=[-1])}, bytes(4), "bad shape"),
         ({"a": entry(shape=[True])}, bytes(4), "bad shape"),
         ({"a": entry(shape="x")}, bytes(4), "bad shape"),
-        ({"a": entry(dtype="F8_E4M3")}, bytes(4), "dtype 'F8_E4M3'"),
+        ({"a": entry(dtype="F8_E8M0")}, bytes(4), "dtype 'F8_E8M0'"),
         ({"a": entry(dtype=["F32"])}, bytes(4), "dtype"),
         ({"a": entry(offsets=[4, 8])}, bytes(8), "gap or an overlap"),
         ({"a": entry(), "b": entry()}, bytes(4), "gap or an overlap"),

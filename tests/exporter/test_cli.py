@@ -37,9 +37,13 @@ def bundle(tmp_path: Path, manifest_dict: dict[str, Any]) -> Path:
 
 
 def test_every_verb_has_help_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    context = click.Context(cli.specexport)
     for verb in cli.VERBS:
-        assert cli.main([verb, "--help"]) == 0
-        assert "--json" in capsys.readouterr().out
+        command = cli.specexport.get_command(context, verb)
+        parts = list(command.commands) if isinstance(command, click.Group) else [None]
+        for part in parts:
+            assert cli.main([verb, *([part] if part else []), "--help"]) == 0
+            assert "--json" in capsys.readouterr().out, (verb, part)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +86,7 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         ([], "Usage: specexport"),
         (["fly"], "No such command 'fly'"),
         (["build", "x"], "Missing option '-o'"),
-        (["build", "x", "-o", "y", "--dtype", "int3"], "'int3' is not one of"),
+        (["build", "x", "-o", "y", "--precision", "int3"], "'int3' is not one of"),
         (["build", "x", "-o", "y", "--drafter", "oracle"], "'oracle' is not one of"),
         (["build", "x", "-o", "y", "--features", "1,x"], "'1,x' is not a list of layers"),
         (["run"], "Missing argument 'BUNDLE'"),
@@ -150,6 +154,7 @@ def test_build_passes_its_options_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from specexport.exporter import pipeline
+    from specexport.exporter.quantize.choice import PrecisionOptions
 
     seen = []
 
@@ -160,7 +165,8 @@ def test_build_passes_its_options_on(
         return SimpleNamespace(bundle=SimpleNamespace(path=tmp_path), stages=progress.seconds, peak_rss_bytes=5 << 20)
 
     monkeypatch.setattr(pipeline, "build", build)
-    words = "build model -o out --revision r --offline --tokenizer t --dtype fp16 --window 64 --prefill-chunk 8"
+    words = "build model -o out --revision r --offline --tokenizer t --precision int4 --lm-head fp16"
+    words += " --drafter-precision int8 --block-size 64 --no-exact --window 64 --prefill-chunk 8"
     words += " --drafter suffix --drafter ngram --features 1,final --overwrite --json"
     assert cli.main(words.split()) == 0
     shown = capsys.readouterr()
@@ -175,7 +181,8 @@ def test_build_passes_its_options_on(
             revision="r",
             offline=True,
             tokenizer=Path("t"),
-            dtype="fp16",
+            precision=PrecisionOptions("int4", lm_head="fp16", block_size=64, exact=False),
+            drafter_precision="int8",
             window=64,
             prefill_chunk=8,
             drafters=("suffix", "ngram"),
@@ -238,11 +245,11 @@ def test_quiet_progress_still_measures(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_choices_come_from_the_registries() -> None:
     from specexport.runtime.drafters import DRAFTERS
-    from specexport.runtime.manifest import DTYPES
+    from specexport.runtime.manifest import PRECISIONS
 
     choices = {option.name: option.type for option in cli_build.build.params}
     assert tuple(choices["drafters"].choices) == ("none", *DRAFTERS)  # type: ignore[attr-defined]
-    assert tuple(choices["dtype"].choices) == DTYPES  # type: ignore[attr-defined]
+    assert tuple(choices["precision"].choices) == PRECISIONS  # type: ignore[attr-defined]
 
 
 def test_an_interrupted_build_leaves_nothing(tiny_checkpoint: Path, repository: Path, tmp_path: Path) -> None:

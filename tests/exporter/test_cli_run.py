@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from specexport.engines.ort import OrtEngine
 from specexport.exporter import cli, cli_run, demo
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.rules import RULES
@@ -40,6 +41,16 @@ def test_lossy_acceptance_says_so(tiny_bundle: Bundle, capsys: pytest.CaptureFix
         assert cli.main([*words, "--acceptance", name]) == 0
         note = "note: typical acceptance is lossy: this is not the model's own output\n"
         assert capsys.readouterr().err == (note if lossy else "")
+
+
+def test_an_engine_that_rounds_by_width_says_so(
+    tiny_bundle: Bundle, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["run", str(tiny_bundle.path), "hi", "--max-tokens", "4"]
+    assert cli.main(words) == 0 and capsys.readouterr().err == ""
+    monkeypatch.setattr(OrtEngine, "width_exact", False, raising=False)
+    assert cli.main([*words, "--no-spec"]) == 0 and capsys.readouterr().err == ""
+    assert cli.main(words) == 0 and "note: this engine rounds by the width" in capsys.readouterr().err
 
 
 def test_acceptance_choices_are_the_rules() -> None:

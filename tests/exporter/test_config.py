@@ -185,7 +185,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (raw(model_type="mistral"), "model_type 'mistral' contradicts"),
     (raw(surprise=1), "unknown key surprise = 1"),
     (raw(num_local_experts=8), "unknown key num_local_experts"),
-    (raw(quantization_config={"quant_method": "gptq"}), "quantization_config.*gptq"),
     (raw(vocab_size=None), "vocab_size is missing"),
     (raw(vocab_size=1 << 40), "vocab_size must be an integer from 1 to"),
     (raw(hidden_size=64.0), "hidden_size must be an integer"),

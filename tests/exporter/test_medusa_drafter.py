@@ -17,7 +17,7 @@ from specexport.engines.ort import OrtGraph, _open, _options
 from specexport.exporter.heads.export import export_medusa
 from specexport.exporter.heads.modules import MedusaHeads
 from specexport.exporter.heads.record import HeadLineage, MedusaRecord
-from specexport.runtime.contract import DRAFT_LOGPROBS, DRAFT_TOKENS, FEATURES
+from specexport.runtime.contract import DRAFT_LOGPROBS, DRAFT_TOKENS, FEATURES, NOISE
 from specexport.runtime.drafters import DraftRequest
 from specexport.runtime.drafters.medusa import MedusaDrafter
 from specexport.runtime.errors import CheckpointError, UsageError
@@ -128,11 +128,15 @@ def test_module_and_graph_are_the_reference(kind: str, tmp_path: Path) -> None:
     if heads.token_map is None:
         expected = expected[:, : ROWS - 2]  # padding rows are never proposed
         expected -= np.log(np.exp(expected).sum(-1, keepdims=True))
-    ranks = np.argsort(-expected, axis=-1)[:, :K]
-    outputs = graph.run({FEATURES: state})
-    ids = ranks if heads.token_map is None else np.asarray(heads.token_map)[ranks]
-    assert outputs[DRAFT_TOKENS].tolist() == ids.tolist()
-    assert np.abs(outputs[DRAFT_LOGPROBS] - np.take_along_axis(expected, ranks, -1)).max() < 1e-5
+    gumbel = np.random.default_rng(1).gumbel(size=expected.shape).astype(np.float32)
+    for noise in (np.zeros_like(gumbel), gumbel):
+        noisy = expected + noise
+        noisy -= np.log(np.exp(noisy).sum(-1, keepdims=True))
+        ranks = np.argsort(-noisy, axis=-1)[:, :K]
+        outputs = graph.run({FEATURES: state, NOISE: noise})
+        ids = ranks if heads.token_map is None else np.asarray(heads.token_map)[ranks]
+        assert outputs[DRAFT_TOKENS].tolist() == ids.tolist()
+        assert np.abs(outputs[DRAFT_LOGPROBS] - np.take_along_axis(noisy, ranks, -1)).max() < 1e-5
     if heads.lm_head == "target":
         assert not path.with_name("drafter.onnx.data").exists()  # nothing is stored twice
 
@@ -161,7 +165,7 @@ class FixedGraph:
 
 def test_a_dynamic_tree_has_the_most_probable_paths() -> None:
     graph = FixedGraph()
-    drafter = MedusaDrafter(graph, heads=2, k=3)
+    drafter = MedusaDrafter(graph, np.arange(30), heads=2, k=3)
     assert len(drafter.propose(DraftRequest(7, 8, 5))) == 1  # no state yet
     drafter.absorb(0, [7], np.ones((1, 4), np.float32))
     tree = drafter.propose(DraftRequest(7, 6, 5))
@@ -180,7 +184,7 @@ def test_a_dynamic_tree_has_the_most_probable_paths() -> None:
 
 
 def test_a_static_tree_has_its_paths() -> None:
-    drafter = MedusaDrafter(FixedGraph(), heads=2, k=3, tree=[(2,), (0,), (0, 1), (2, 2)])
+    drafter = MedusaDrafter(FixedGraph(), np.arange(30), heads=2, k=3, tree=[(2,), (0,), (0, 1), (2, 2)])
     drafter.absorb(0, [7], np.ones((1, 4), np.float32))
     tree = drafter.propose(DraftRequest(7, 8, 5))
     assert tree.tokens.tolist() == [7, 10, 12, 21, 22]
@@ -199,4 +203,4 @@ def test_a_static_tree_has_its_paths() -> None:
 )
 def test_a_static_tree_that_cannot_be_filled(tree: list[tuple[int, ...]], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        MedusaDrafter(FixedGraph(), heads=2, k=3, tree=tree)
+        MedusaDrafter(FixedGraph(), np.arange(30), heads=2, k=3, tree=tree)

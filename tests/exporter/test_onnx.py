@@ -16,9 +16,10 @@ from onnx import TensorProto
 
 from specexport.engines.ort import CPU_COMMIT_FILE, CPU_TARGET_FILE, TARGET_FILE
 from specexport.exporter.config import read_config
-from specexport.exporter.graph_file import ALIGNMENT, DTYPES, INLINE_BYTES
+from specexport.exporter.graph_file import ALIGNMENT, INLINE_BYTES
 from specexport.exporter.layers import Target
 from specexport.exporter.onnx import export_target, save_target
+from specexport.exporter.quantize.plan import FLOATS
 from specexport.exporter.weights import WeightSource
 from specexport.runtime import contract
 from specexport.runtime.bundle import Bundle
@@ -196,7 +197,7 @@ def test_tensors_that_do_not_fit_are_refused(change: str, exported: tuple[ir.Mod
 
 
 def test_tracing_gives_the_same_graph_again(exported: tuple[ir.Model, Target], tmp_path: Path) -> None:
-    for part, graph in (("a", exported), ("b", export_target(CONFIG, SLOTS, DTYPES["fp32"]))):
+    for part, graph in (("a", exported), ("b", export_target(CONFIG, SLOTS, FLOATS["fp32"]))):
         (tmp_path / part).mkdir()
         save(graph, Weights(llama_tensors(LLAMA)), tmp_path / part)
     for name in (TARGET_FILE, TARGET_FILE + ".data"):

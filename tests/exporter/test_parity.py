@@ -14,11 +14,11 @@ import torch
 
 from specexport.engines.ort import OrtEngine
 from specexport.exporter.config import TargetConfig, read_config
-from specexport.exporter.graph_file import DTYPES
 from specexport.exporter.layers import Capture, Target
+from specexport.exporter.lower import lower_target
 from specexport.exporter.onnx import build_module, export_target, save_target
 from specexport.exporter.parity import Deviation, Recompute, exercise
-from specexport.exporter.pipeline import write_lowered
+from specexport.exporter.quantize.plan import FLOATS
 from specexport.runtime.tree import Tree
 from tests.exporter.torch_engine import TorchEngine
 
@@ -155,9 +155,9 @@ def save_engine(
     rotated = tuple(rope.rotary_dim for rope in config.ropes)
     key = (replace(config, ropes=(), max_position_embeddings=0), rotated, dtype, captures)
     if key not in _GRAPHS:
-        _GRAPHS[key], _ = export_target(config, SLOTS, DTYPES[dtype], captures)
+        _GRAPHS[key], _ = export_target(config, SLOTS, FLOATS[dtype], captures)
     with torch.device("meta"):
-        target = Target(config, SLOTS, DTYPES[dtype], captures).eval()
+        target = Target(config, SLOTS, FLOATS[dtype], captures).eval()
     save_target(_GRAPHS[key], target, weights, folder / "target.onnx")
 
 
@@ -172,11 +172,11 @@ def one_thread() -> Iterator[None]:
 
 def engines(config: TargetConfig, weights: StateDict, folder: Path, dtype: str = "fp32") -> Iterator[tuple[str, Any]]:
     """(name, what makes the engine): the torch module, its graph, and the graph lowered for the CPU."""
-    module = build_module(config, SLOTS, DTYPES[dtype], weights)
+    module = build_module(config, SLOTS, FLOATS[dtype], weights)
     yield "torch", lambda: TorchEngine(module)
     save_engine(config, weights, folder, dtype)
     yield "exported", lambda: OrtEngine(folder, threads=1)
-    write_lowered(folder, config, SLOTS, dtype)
+    lower_target(folder, config, SLOTS, dtype)
     yield "lowered", lambda: OrtEngine(folder, threads=1)
 
 
@@ -231,7 +231,7 @@ def test_features_are_the_hidden_states(case: str, captures: tuple[Capture, ...]
     module = build_module(config, SLOTS, torch.float32, weights, captures)
     save_engine(config, weights, tmp_path, captures=captures)
     made = [TorchEngine(module), OrtEngine(tmp_path, threads=1)]
-    write_lowered(tmp_path, config, SLOTS, "fp32")
+    lower_target(tmp_path, config, SLOTS, "fp32")
     made.append(OrtEngine(tmp_path, threads=1))
     nothing = np.zeros(0, np.int64)
     for engine in made:

@@ -13,8 +13,8 @@ import pytest
 
 from specexport.engines.ort import CPU_COMMIT_FILE, CPU_SPARE_ROWS, CPU_TARGET_FILE, TARGET_FILE, OrtEngine
 from specexport.exporter.config import TargetConfig
+from specexport.exporter.lower import lower_target
 from specexport.exporter.passes import grouped_query
-from specexport.exporter.pipeline import write_lowered
 from specexport.runtime import contract
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.errors import SpecExportError
@@ -215,7 +215,7 @@ def grouped(folder: Path) -> list[ir.Node]:
 def save(case: str, folder: Path) -> TargetConfig:
     _, config, weights = reference(case)
     save_engine(config, weights, folder)
-    write_lowered(folder, config, SLOTS, "fp32")
+    lower_target(folder, config, SLOTS, "fp32")
     return config
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from specexport.engines.ort import CPU_COMMIT_FILE, CPU_TARGET_FILE, TARGET_FILE, OrtEngine
 from specexport.exporter import cli, pipeline
 from specexport.exporter.config import read_config
-from specexport.exporter.onnx import export_target
 from specexport.exporter.parity import Deviation
 from specexport.exporter.verify import load_transformers
 from specexport.runtime.bundle import Bundle
@@ -27,36 +25,14 @@ from specexport.runtime.drafters import DRAFTERS
 from specexport.runtime.errors import UsageError
 from specexport.runtime.sampling import SamplingParams
 from specexport.runtime.session import Session
+from tests.exporter.building import build, failure
 from tests.tiny import LLAMA, VOCAB, write_llama
 
 GRAPHS = (TARGET_FILE, CPU_TARGET_FILE, CPU_COMMIT_FILE)
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, 40)
 NOTHING = np.zeros(0, np.int64)
 
-_GRAPHS: dict[str, tuple[Any, Any]] = {}
-
-
-@pytest.fixture(autouse=True)
-def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tracing is most of a build: keep the graphs, which every build fills with weights anew."""
-
-    def traced(*arguments: Any) -> tuple[Any, Any]:
-        key = repr(arguments)
-        if key not in _GRAPHS:
-            _GRAPHS[key] = export_target(*arguments)
-        return _GRAPHS[key]
-
-    monkeypatch.setattr(pipeline, "export_target", traced)
-
-
-@pytest.fixture
-def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
-    """A copy that may be damaged."""
-    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
-
-
-def build(source: Path, output: Path, *options: str) -> int:
-    return cli.main(["build", str(source), "-o", str(output), "--window", "128", *options])
+pytestmark = pytest.mark.usefixtures("traced_once")
 
 
 def forward(engine: OrtEngine, tokens: np.ndarray = TOKENS) -> np.ndarray:
@@ -69,14 +45,6 @@ def transformers_logits(source: Path) -> np.ndarray:
     with torch.no_grad():
         logits: np.ndarray = load_transformers(source)(torch.from_numpy(TOKENS)[None]).logits[0].numpy()
     return logits
-
-
-def failure(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that says what went wrong."""
-    shown = capsys.readouterr()
-    lines = [line for line in shown.err.splitlines() if line.startswith("specexport: error: ")]
-    assert shown.out == "" and len(lines) == 1 and "Traceback" not in shown.err
-    return lines[0].removeprefix("specexport: error: ")
 
 
 def test_build_in_a_new_process(
@@ -113,7 +81,8 @@ def test_build_in_a_new_process(
 def test_the_manifest_says_what_was_built(tiny_bundle: Bundle, tiny_checkpoint: Path) -> None:
     manifest = tiny_bundle.manifest
     target = manifest.target
-    assert (target.architecture, target.dtype, target.slots, target.features_size) == ("llama", "fp32", 128, 0)
+    assert (target.architecture, target.precision.weights) == ("llama", "fp32")
+    assert (target.slots, target.features_size) == (128, 0)
     assert (target.layers, target.kv_heads, target.head_dim, target.hidden_size) == (2, 2, 16, 64)
     assert (target.vocab_size, target.valid_vocab) == (LLAMA["vocab_size"], VOCAB)
     assert target.windows == (None, None) and target.prefill_chunk == min(pipeline.DEFAULT_CHUNK, 128)
@@ -153,9 +122,9 @@ def test_drafts_of_the_test_model_are_accepted(tiny_bundle: Bundle) -> None:
 
 
 def test_half_precision(tiny_checkpoint: Path, tiny_bundle: Bundle, tmp_path: Path) -> None:
-    assert build(tiny_checkpoint, tmp_path / "b", "--dtype", "fp16") == 0
+    assert build(tiny_checkpoint, tmp_path / "b", "--precision", "fp16", "--activations", "fp16") == 0
     bundle = Bundle.load(tmp_path / "b", check="full")
-    assert bundle.manifest.target.dtype == "fp16"
+    assert bundle.manifest.target.precision.activations == "fp16"
     for name in GRAPHS:
         onnx.checker.check_model(os.fspath(bundle.path / name))
         model = onnx.load(bundle.path / name, load_external_data=False)
@@ -183,7 +152,7 @@ def test_half_precision(tiny_checkpoint: Path, tiny_bundle: Bundle, tmp_path: Pa
 def test_bfloat16_builds_and_the_cpu_says_that_it_cannot_run_it(
     tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert build(tiny_checkpoint, tmp_path / "b", "--dtype", "bf16") == 0
+    assert build(tiny_checkpoint, tmp_path / "b", "--precision", "bf16", "--activations", "bf16") == 0
     for name in GRAPHS:
         onnx.checker.check_model(os.fspath(tmp_path / "b" / name))
     model = onnx.load(tmp_path / "b" / TARGET_FILE)  # with its data
@@ -249,136 +218,6 @@ def test_drafters_keep_their_order(tiny_checkpoint: Path, tmp_path: Path) -> Non
     manifest = Bundle.load(tmp_path / "b").manifest
     assert [drafter.name for drafter in manifest.drafters] == ["ngram", "suffix"] and manifest.drafter == "ngram"
     assert manifest.target.prefill_chunk == 128
-
-
-def edit_config(checkpoint: Path, **changes: Any) -> None:
-    config = json.loads((checkpoint / "config.json").read_text()) | changes
-    (checkpoint / "config.json").write_text(json.dumps(config))
-
-
-def edit_tensors(checkpoint: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    """Merge the shards into one file and change it."""
-    tensors: dict[str, torch.Tensor] = {}
-    for path in checkpoint.glob("*.safetensors"):
-        tensors |= load_file(path)
-        path.unlink()
-    (checkpoint / "model.safetensors.index.json").unlink()
-    change(tensors)
-    save_file(tensors, checkpoint / "model.safetensors")
-
-
-def unknown_key(checkpoint: Path) -> None:
-    edit_config(checkpoint, logit_twist=0.5)
-
-
-def unknown_architecture(checkpoint: Path) -> None:
-    edit_config(checkpoint, architectures=["MambaForCausalLM"])
-
-
-def unknown_tensor(checkpoint: Path) -> None:
-    edit_tensors(checkpoint, lambda tensors: tensors.update({"model.layers.0.gate": torch.zeros(3)}))
-
-
-def missing_tensor(checkpoint: Path) -> None:
-    edit_tensors(checkpoint, lambda tensors: tensors.__delitem__("model.layers.1.mlp.up_proj.weight"))
-
-
-def wrong_shape(checkpoint: Path) -> None:
-    def cut(tensors: dict[str, torch.Tensor]) -> None:
-        name = "model.layers.1.self_attn.k_proj.weight"
-        tensors[name] = tensors[name][:-1].contiguous()
-
-    edit_tensors(checkpoint, cut)
-
-
-def missing_shard(checkpoint: Path) -> None:
-    next(iter(sorted(checkpoint.glob("*.safetensors")))).unlink()
-
-
-def truncated_shard(checkpoint: Path) -> None:
-    path = next(iter(sorted(checkpoint.glob("*.safetensors"))))
-    path.write_bytes(path.read_bytes()[:-10])
-
-
-def no_tokenizer(checkpoint: Path) -> None:
-    (checkpoint / "tokenizer.json").unlink()
-
-
-@pytest.mark.parametrize(
-    ("harm", "message"),
-    [
-        (unknown_key, "logit_twist"),
-        (unknown_architecture, "MambaForCausalLM"),
-        (unknown_tensor, "model.layers.0.gate"),
-        (missing_tensor, "model.layers.1.mlp.up_proj.weight"),
-        (wrong_shape, "model.layers.1.self_attn.k_proj.weight"),
-        (missing_shard, "model-00001-of-00002.safetensors"),
-        (truncated_shard, "model-00001-of-00002.safetensors"),
-        (no_tokenizer, "no tokenizer.json"),
-    ],
-)
-def test_what_is_not_understood_is_refused_and_leaves_nothing(
-    harm: Callable[[Path], None], message: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    harm(checkpoint)
-    assert build(checkpoint, tmp_path / "out" / "b") == 1
-    assert message in failure(capsys)
-    assert os.listdir(tmp_path / "out") == []
-
-
-def test_features_that_are_not_there(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert build(tiny_checkpoint, tmp_path / "b", "--features", "0,3") == 2
-    assert "--features 3: the model has boundaries 0 to 2" in failure(capsys)
-    assert os.listdir(tmp_path) == []
-
-
-def test_an_interrupted_build_leaves_nothing(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: Any) -> None:
-        assert any(tmp_path.rglob("target.onnx.data"))  # half-way: the weights are there
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pipeline, "write_lowered", interrupt)
-    assert build(tiny_checkpoint, tmp_path / "b") == 130
-    assert os.listdir(tmp_path) == []
-
-
-def test_overwriting(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "b"
-    assert build(tiny_checkpoint, output) == 0
-    before = Bundle.load(output).manifest
-    (output / "report.json").write_text("{}")
-    capsys.readouterr()
-    assert build(tiny_checkpoint, output) == 2
-    assert "--overwrite" in failure(capsys)
-    assert (output / "report.json").exists()
-    assert build(tiny_checkpoint, output, "--overwrite", "--drafter", "ngram") == 0
-    after = Bundle.load(output, check="full").manifest
-    assert (before.drafter, after.drafter) == ("suffix", "ngram") and after.files == before.files
-    assert not (output / "report.json").exists()  # it was about another bundle
-    assert os.listdir(tmp_path) == ["b"]
-
-
-def test_a_failed_build_keeps_the_old_bundle(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "out" / "b"
-    assert build(checkpoint, output) == 0
-    unknown_tensor(checkpoint)
-    assert build(checkpoint, output, "--overwrite") == 1
-    Bundle.load(output, check="full")
-    assert os.listdir(output.parent) == ["b"]
-
-
-def test_what_is_no_bundle_is_not_overwritten(
-    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "thesis.tex").write_text("years")
-    assert build(tiny_checkpoint, tmp_path / "b", "--overwrite") == 2
-    assert "not a bundle" in failure(capsys)
-    assert (tmp_path / "b" / "thesis.tex").read_text() == "years"
 
 
 def test_json_of_run_and_inspect(tiny_bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:

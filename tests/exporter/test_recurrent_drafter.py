@@ -48,7 +48,7 @@ STATIC_CASES = ("eagle1", "eagle3-each-bias")
     ids=[*CASES, *(f"{case}-static" for case in STATIC_CASES)],
 )
 def test_module_and_graph_are_the_reference(case: str, tree: DynamicTree | StaticTree, tmp_path: Path) -> None:
-    """Three calls in a row: a prompt, then accepted paths of two and one tokens."""
+    """Three calls in a row: a prompt, then accepted paths of two and one tokens, the last two with noise."""
     heads = record(case)
     valid = VOCAB - 3
     weights = Weights.random(heads)
@@ -57,13 +57,15 @@ def test_module_and_graph_are_the_reference(case: str, tree: DynamicTree | Stati
     features, tokens = random_input(heads, 9)
     blocks = heads.blocks
     caches = [torch.zeros(1, blocks.num_kv_heads, SLOTS, blocks.head_dim) for _ in range(2 * blocks.num_layers)]
-    for past, end in ((0, 6), (6, 8), (8, 9)):
-        reference = expected(heads, weights, tree, features[:end], tokens[:end], valid)
+    rng = np.random.default_rng(2)
+    for past, end, scale in ((0, 6, 0), (6, 8, 1), (8, 9, 1)):
+        noise = scale * rng.gumbel(size=(tree.depth, module.valid_rows)).astype(np.float32)
+        reference = expected(heads, weights, tree, features[:end], tokens[:end], valid, noise)
         new = torch.from_numpy(features[past:end])[None]
         with torch.no_grad():
-            mine = module(new, torch.tensor([tokens[past:end]]), torch.tensor([past]), *caches)
+            mine = module(new, torch.tensor([tokens[past:end]]), torch.tensor([past]), torch.from_numpy(noise), *caches)
         caches = list(mine[3:])
-        exported = run(features[past:end], tokens[past:end], past)
+        exported = run(features[past:end], tokens[past:end], past, noise)
         assert distance(as_drafted(mine), reference) < 1e-5
         assert distance(as_drafted(exported[name] for name in PROPOSAL), reference) < 1e-5
 

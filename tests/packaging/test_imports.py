@@ -29,6 +29,7 @@ HEAVY = {
     "safetensors",
     "huggingface_hub",
     "ml_dtypes",
+    "matplotlib",
 }
 
 
@@ -43,7 +44,12 @@ def modules(repository: Path, part: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("part", "extra", "banned"),
-    [("runtime", [], {*HEAVY, "click"}), ("runtime", ["specexport.engines.ort"], HEAVY), ("engines", [], HEAVY)],
+    [
+        ("runtime", [], {*HEAVY, "click"}),
+        ("runtime", ["specexport.engines.ort"], HEAVY),
+        ("engines", [], HEAVY),
+        ("profiles", [], HEAVY),
+    ],
 )
 def test_imports_in_a_bare_environment(
     part: str, extra: list[str], banned: set[str], repository: Path, run_python: Run

@@ -66,7 +66,7 @@ def test_wheel_metadata(archives: tuple[Path, Path]) -> None:
         for line in metadata.splitlines()
         if line.startswith("Requires-Dist") and "extra ==" not in line
     }
-    assert bare == {"click", "jinja2", "numpy", "onnxruntime", "tokenizers"}
+    assert bare == {"click", "jinja2", "numpy", "onnxruntime", "pyyaml", "tokenizers"}
     assert "specexport = specexport.exporter.cli:main" in points
     assert "onnxruntime-cpu = specexport.engines.ort:load_cpu" in points
 

@@ -123,3 +123,7 @@ def drawn_tree(parents: Sequence[int], drafter: RandomLM, fork: Fork) -> Tree:
 def path_tokens(tree: Tree, node: int) -> tuple[int, ...]:
     """Tokens from below the root down to ``node``."""
     return tuple(int(tree.tokens[place]) for place in tree.path(node)[1:])
+
+
+def pair(vocab: int, seed: int, sharp: float = 1.0) -> tuple[RandomLM, RandomLM]:
+    return RandomLM(vocab, 2 * seed, sharp), RandomLM(vocab, 2 * seed + 1, 0.7)

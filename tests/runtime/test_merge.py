@@ -61,3 +61,8 @@ def test_every_prefix_is_the_best_tree_of_its_size(seed: int) -> None:
     assert found == {path: chance for path, chance in best.items() if chance > 0}
     assert joined.chances == sorted(joined.chances, reverse=True)
     assert all(parent < node for node, parent in enumerate(joined.parents))
+
+
+def test_the_trunk_is_the_surest_path() -> None:
+    joined = join([draft([7, 1, 2, 3, 4], [-1, 0, 0, 2, 1], [1.0, 0.4, 0.5, 0.2, 0.3])], 7, 9).trunk()
+    assert (joined.tokens, joined.parents, joined.chances) == ([7, 2, 3], [-1, 0, 1], [1.0, 0.5, 0.2])

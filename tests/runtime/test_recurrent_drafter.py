@@ -42,7 +42,7 @@ class RecordingGraph:
 
 
 def drafter(graph: RecordingGraph, *, limit: int = 100, slots: int = 1000, tree: Any = None) -> RecurrentDrafter:
-    return RecurrentDrafter(graph, nodes=5, depth=3, slots=slots, max_positions=limit, tree=tree)
+    return RecurrentDrafter(graph, np.arange(9), nodes=5, depth=3, slots=slots, max_positions=limit, tree=tree)
 
 
 def feature(position: int, token: int) -> float:

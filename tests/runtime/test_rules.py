@@ -16,9 +16,30 @@ from specexport.runtime.sampling import Sampler, SamplingParams
 from specexport.runtime.tree import Tree
 from tests.runtime.fake import FakeEngine, ToyModel
 from tests.runtime.loop import decode, reference
-from tests.runtime.test_rejection import chi_square
+from tests.runtime.test_rejection_drawn import chi_square
 
 PROMPT = [3, 1, 2, 0, 1]
+
+
+class Coupled:
+    """Proposes nothing, and writes down what it is told."""
+
+    name = "coupled"
+
+    def __init__(self) -> None:
+        self.told: list[SamplingParams | str | None] = []
+
+    def couple(self, params: SamplingParams | None) -> None:
+        self.told.append(params)
+
+    def begin(self, tokens: Sequence[int], first: int) -> None:
+        self.told.append("begin")
+
+    def observe(self, observation: Observation) -> None:
+        pass
+
+    def propose(self, request: DraftRequest) -> Tree:
+        return Tree.chain([request.root])
 
 
 class Drawing:
@@ -135,6 +156,14 @@ def joint(model: ToyModel, params: SamplingParams, length: int) -> np.ndarray:
         return np.stack([p[token] * level([*output, token]) for token in range(model.vocab_size)])
 
     return level([])
+
+
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if not rule.needs_samples])
+def test_noise_is_given_where_drafts_are_compared_with_draws(rule: str) -> None:
+    model, params = ToyModel(9, 3), SamplingParams(temperature=2.0, seed=5)
+    drafter = Coupled()
+    decode(Decoder(FakeEngine(model, 40), drafter, acceptance=rule), model, PROMPT, params, 5)
+    assert drafter.told == [params if rule == DEFAULT_RULE else None, "begin"]
 
 
 class TestMatchWithASampledDrafter:

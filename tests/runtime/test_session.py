@@ -246,8 +246,20 @@ class TestSettings:
         assert isinstance(drafter, NgramDrafter) and drafter._max_ngram == 3
 
     def test_an_unknown_drafter_lists_what_there_is(self, make_session: MakeSession) -> None:
-        with pytest.raises(UsageError, match="'eagle': expected one of none, quick, suffix, ngram, recycling"):
+        with pytest.raises(UsageError, match="'eagle': expected one of auto, none, quick, suffix, ngram, recycling"):
             make_session(drafter="eagle")
+
+    def test_auto_drafts_with_all_of_them_and_says_what_it_chose(self, make_session: MakeSession) -> None:
+        params = SamplingParams(max_tokens=40)
+        session, plain = make_session(drafter="auto"), make_session(drafter="none")
+        for prompt in ("once upon once upon once", "another"):
+            result = session.generate(prompt, params)
+            assert result.token_ids == plain.generate(prompt, params).token_ids
+            decided = result.statistics.decisions
+            assert set(decided) == {"lookups"}
+            # A step with one token left asks nobody.
+            assert result.statistics.target_calls - sum(decided["lookups"].values()) in (0, 1)
+        assert session.drafter == "auto"
 
     def test_the_rule_is_named_in_what_comes_out(self, make_session: MakeSession) -> None:
         params = SamplingParams(temperature=1.5, max_tokens=60)

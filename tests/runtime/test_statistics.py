@@ -85,4 +85,5 @@ def test_names_are_stable_and_plain_json() -> None:
         "accepted_by_depth",
         "drafted_nodes",
         "tree_sizes",
+        "decisions",
     ]

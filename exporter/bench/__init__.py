@@ -1,0 +1,1 @@
+"""``specexport bench``: plain and speculative decoding side by side."""
