@@ -23,7 +23,7 @@ def test_examine(tmp_path: Path) -> None:
 
 
 def test_requirements_are_those_of_the_package() -> None:
-    assert set(doctor.requirements(None)) == {"click", "jinja2", "numpy", "onnxruntime", "tokenizers"}
+    assert set(doctor.requirements(None)) == {"click", "jinja2", "numpy", "onnxruntime", "pyyaml", "tokenizers"}
     assert {"torch", "onnx", "gguf"} <= set(doctor.requirements("export"))
     assert "pytest" not in doctor.requirements("export")
 
