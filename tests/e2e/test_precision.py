@@ -20,7 +20,7 @@ COUNT, NEW_TOKENS = 50, 128
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_speculative_tokens_are_plain_ones(precision: str, smollm2_gguf: Path, tmp_path: Path) -> None:
     options = BuildOptions(
-        source=str(smollm2_gguf), output=tmp_path / "bundle", window=512, precision=PrecisionOptions(precision)
+        source=str(smollm2_gguf), output=tmp_path / "bundle", window=1024, precision=PrecisionOptions(precision)
     )
     bundle = build(options, Progress(quiet=True)).bundle
     prompts = [f"{PROMPTS[index % len(PROMPTS)]} {index}" for index in range(COUNT)]
