@@ -8,6 +8,7 @@ import click
 
 from specexport.exporter.bench.suites import DATA_VARIABLE, SUITES
 from specexport.exporter.cli import echo_json, threads_option
+from specexport.exporter.cli_inspect import echo_columns
 from specexport.exporter.progress import Progress
 
 
@@ -69,10 +70,11 @@ def bench(
 
     from specexport.exporter.bench import measure, report
     from specexport.exporter.bench.suites import read_suite, suite_path
-    from specexport.exporter.pipeline import peak_rss_bytes
+    from specexport.runtime.auto import AUTO
     from specexport.runtime.bundle import Bundle
     from specexport.runtime.engine import find_engine
     from specexport.runtime.errors import UsageError
+    from specexport.runtime.machine import peak_rss_bytes
 
     if picture is not None:
         from specexport.profiles.plot import check_plot
@@ -81,9 +83,7 @@ def bench(
     path = suite_path(suite, data)
     prompts = read_suite(path, tasks, count)
     opened = Bundle.load(bundle)
-    default = opened.manifest.drafter
-    chosen = policies or ("auto" if default is None else default if default == "auto" else f"fixed:{default}",)
-    names = tuple(dict.fromkeys(_drafter(policy) for policy in chosen))
+    names = tuple(dict.fromkeys(map(_drafter, policies))) or (opened.manifest.drafter or AUTO,)
     target = find_engine(engine or opened.manifest.engine)(opened.path, threads=threads)
     settings = measure.Settings(names, max_tokens, temperature, top_p, repetitions, nodes)
     progress = Progress()
@@ -110,10 +110,7 @@ def bench(
     if as_json:
         echo_json(record)
     else:
-        table = report.rows(record)
-        widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-        for row in table:
-            click.echo("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
+        echo_columns(report.rows(record), ">")
         if context["left_out"]:
             click.echo(f"{context['left_out']} prompts leave no room for the answer and were left out", err=True)
     differing = [name for name in names if not record["policies"][name]["overall"]["tokens_identical"]]

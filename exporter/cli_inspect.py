@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ def echo_table(rows: dict[str, Any]) -> None:
     for name, value in rows.items():
         text = str(value)
         click.echo(f"{name:<{width}}  {text if text.isprintable() else repr(text)}".rstrip())
+
+
+def echo_columns(lines: Sequence[Sequence[str]], align: str = "<") -> None:
+    """Lines of as many cells, in aligned columns; ``align`` as in format strings."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        click.echo("  ".join(f"{cell:{align}{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 @click.command

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specexport.exporter.cli import echo_json, threads_option
-from specexport.exporter.cli_inspect import echo_table, size
+from specexport.exporter.cli_inspect import echo_columns, echo_table, size
 from specexport.exporter.progress import Progress
 from specexport.profiles.schema import load_profile, profile_names
 from specexport.runtime.errors import UsageError
@@ -157,10 +157,7 @@ def _echo_sweep(name: str, sweep: Sweep) -> None:
 
 
 def _echo_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    lines = [head, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    for line in lines:
-        click.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+    echo_columns([head, *rows])
     click.echo()
 
 

@@ -41,6 +41,7 @@ from specexport.runtime.contract import CONTRACT_VERSION
 from specexport.runtime.drafters import DRAFTERS, NO_DRAFTER
 from specexport.runtime.drafters.model import ModelDrafter
 from specexport.runtime.errors import UsageError
+from specexport.runtime.machine import peak_rss_bytes
 from specexport.runtime.manifest import (
     GPU_FORMATS,
     SCHEMA_VERSION,
@@ -375,13 +376,3 @@ def tool_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return versions
-
-
-def peak_rss_bytes() -> int:
-    """Peak resident memory of this process."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

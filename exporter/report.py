@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from specexport.runtime.bundle import MAX_TEXT_BYTES, REPORT
+from specexport.runtime.bundle_writer import replace_text
 
 #: Entry of the quality report, which is measured apart from the checks.
 QUALITY = "quality"
@@ -29,11 +28,4 @@ def read_report(bundle: Path) -> dict[str, Any]:
 
 def write_report(bundle: Path, record: Mapping[str, Any]) -> None:
     """Replace the report of a bundle."""
-    path = bundle / REPORT
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        temporary.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    except BaseException:  # a full disk, an interrupt: leave nothing behind that no one looks for
-        temporary.unlink(missing_ok=True)
-        raise
+    replace_text(bundle / REPORT, json.dumps(record, indent=2, allow_nan=False) + "\n")

@@ -113,6 +113,16 @@ class BundleWriter:
         return self.destination.with_name(f".{self.destination.name}.{kind}-{secrets.token_hex(4)}")
 
 
+def replace_text(path: Path, content: str) -> None:
+    """Write a text file whole or not at all; what a full disk or an interrupt leaves half done is removed."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        temporary.write_text(content, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def _sync(path: Path) -> None:
     """Force a file or directory to disk (directories only where the system can)."""
     try:

@@ -18,6 +18,7 @@ Idea of cost-aware drafting: Sequoia (Chen et al. 2024), SmartSpec (Liu et al. 2
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -161,7 +162,7 @@ class Controller:
         drafts = [self._draft(*proposal) for proposal in self._trees]
         joined = self._join(drafts, request)
         nodes, lookups = self._best(joined, request.max_nodes, 0.0)
-        promise = sum(sum(joined.chances[1:]) > edge for edge in _PROMISES)
+        promise = bisect_left(_PROMISES, sum(joined.chances[1:]))
         head = self._choose(promise)
         if head is None:
             self.decision = Decision(None, nodes, lookups, lookups, promise)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from specexport.runtime.acceptance_table import ACCEPTANCE_FILE, Acceptance, AcceptanceTable
 from specexport.runtime.bundle import Bundle, inside, sha256
+from specexport.runtime.bundle_writer import replace_text
 from specexport.runtime.cost_curve import CostCurve
 from specexport.runtime.errors import BundleError, UsageError
 from specexport.runtime.machine import Machine
@@ -215,18 +214,9 @@ def _read(bundle: Bundle, file: str, cls: type[_Record], command: str) -> _Recor
 def _write(bundle: Bundle, file: str, value: Any) -> Path:
     path = bundle.path / file
     path.parent.mkdir(exist_ok=True)
-    _replace(path, json.dumps(plain(value), allow_nan=False) + "\n")
+    replace_text(path, json.dumps(plain(value), allow_nan=False) + "\n")
     if file in bundle.manifest.files:  # built in: the manifest must go on telling the truth
         info = FileInfo(bytes=path.stat().st_size, sha256=sha256(path))
         manifest = replace(bundle.manifest, files=bundle.manifest.files | {file: info})
-        _replace(bundle.path / MANIFEST_NAME, json.dumps(manifest.to_dict(), indent=2, allow_nan=False) + "\n")
+        replace_text(bundle.path / MANIFEST_NAME, json.dumps(manifest.to_dict(), indent=2, allow_nan=False) + "\n")
     return path
-
-
-def _replace(path: Path, content: str) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        temporary.write_text(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

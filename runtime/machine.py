@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sys
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -99,6 +100,16 @@ def this_machine(engine: str, threads: int) -> Machine:
         engine=engine,
         libraries=libraries,
     )
+
+
+def peak_rss_bytes() -> int:
+    """Peak resident memory of this process."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _shown(value: object) -> str:

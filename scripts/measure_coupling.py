@@ -30,14 +30,13 @@ prompt; the tokens must be those of plain decoding. FILE has a prompt a line, or
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import math
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 
+from specexport.profiles.tuner import read_prompts
 from specexport.runtime import Bundle, SamplingParams, Session, gumbel
 from specexport.runtime.drafters.base import CoupledDrafter
 from specexport.runtime.engine import find_engine
@@ -150,15 +149,6 @@ def measure_trees(arguments: argparse.Namespace) -> None:
                 means = [np.mean([emitted(how, seed, *setting) for seed in range(arguments.draws)]) for how in SCORES]
                 shown = "  ".join(f"{mean:6.2f}" for mean in means)
                 print(f"{concentration:9g}  {error:5g}  {temperature:4g}  {top_p:5g}  {shown}", flush=True)
-
-
-def read_prompts(path: Path, count: int) -> list[str]:
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-        lines = [line.strip() for line in file if line.strip()]
-    if ".json" in path.name:
-        records = [json.loads(line) for line in lines]
-        lines = [record["turns"][0] if "turns" in record else record["prompt"] for record in records]
-    return lines[:: max(1, len(lines) // count)][:count]
 
 
 def measure_bundle(arguments: argparse.Namespace) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import statistics as stats
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
+
+import numpy as np
 
 from specexport.exporter.bench.suites import SuitePrompt
 from specexport.runtime.bundle import Bundle
@@ -107,7 +109,7 @@ def measure(
                 answers[name], sample = _answer(sessions[name], tokens, params, number, prompt.task, name, repetition)
                 samples.append(sample)
             for sample in samples:
-                yield Sample(**asdict(sample) | {"identical": answers[sample.policy] == answers[PLAIN]})
+                yield replace(sample, identical=answers[sample.policy] == answers[PLAIN])
 
 
 def _answer(
@@ -154,9 +156,9 @@ def summarise(samples: Sequence[Sample], policy: str) -> dict[str, Any]:
     plain = {(sample.prompt, sample.repetition): sample for sample in samples if sample.policy == PLAIN}
     mine = [sample for sample in samples if sample.policy == policy]
     pairs = [(plain[sample.prompt, sample.repetition], sample) for sample in mine]
-    ratios = sorted(base.seconds / sample.seconds for base, sample in pairs)
+    ratios = [base.seconds / sample.seconds for base, sample in pairs]
     decode = [base.decode_s / sample.decode_s for base, sample in pairs if sample.decode_s > 0 and base.decode_s > 0]
-    gaps = sorted(gap for sample in mine for gap in sample.token_s)
+    gaps = [gap for sample in mine for gap in sample.token_s]
     calls = sum(sample.target_calls for sample in mine)
     depths = range(max((len(sample.proposed) for sample in mine), default=0))
     proposed = [sum(sample.proposed[d] for sample in mine if d < len(sample.proposed)) for d in depths]
@@ -166,12 +168,12 @@ def summarise(samples: Sequence[Sample], policy: str) -> dict[str, Any]:
         "plain_tokens_per_second": _rate([base for base, _ in pairs]),
         "speculative_tokens_per_second": _rate(mine),
         "speedup": stats.median(ratios),
-        "speedup_quartiles": [_quantile(ratios, 0.25), _quantile(ratios, 0.75)],
+        "speedup_quartiles": np.quantile(ratios, [0.25, 0.75]).tolist(),
         "decode_speedup": stats.median(decode) if decode else None,
         "tau": sum(sample.tokens - 1 for sample in mine) / calls if calls else 0.0,
         "time_to_first_token_s": stats.median(sample.first_token_s for sample in mine),
-        "token_p50_s": _quantile(gaps, 0.5) if gaps else None,
-        "token_p99_s": _quantile(gaps, 0.99) if gaps else None,
+        "token_p50_s": float(np.quantile(gaps, 0.5)) if gaps else None,
+        "token_p99_s": float(np.quantile(gaps, 0.99)) if gaps else None,
         "host_share": stats.median(sample.host_share for sample in mine),
         "acceptance_by_depth": [hits / tries for hits, tries in zip(accepted, proposed, strict=True)],
         "tree_sizes": _sizes(mine),
@@ -190,11 +192,3 @@ def _sizes(samples: Sequence[Sample]) -> dict[str, int]:
         for size, calls in sample.tree_sizes.items():
             total[size] = total.get(size, 0) + calls
     return {str(size): total[size] for size in sorted(total)}
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Of sorted values, by linear interpolation."""
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])

@@ -175,7 +175,7 @@ def test_a_failed_write_leaves_the_old_report_and_nothing_else(copy: Path, monke
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report.os, "replace", full)
+    monkeypatch.setattr("os.replace", full)
     with pytest.raises(OSError, match="No space"):
         report.write_report(copy, {"passed": False})
     assert sorted(copy.iterdir()) == before and report.read_report(copy) == {"passed": True}
