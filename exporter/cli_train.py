@@ -129,6 +129,7 @@ def _run(method: str, as_json: bool, threads: int, **options: Any) -> None:
 @click.option("--steps", type=click.IntRange(1, 16), help="Unrolled draft steps. [default: 4]")
 @click.option("--draft-vocab", type=click.IntRange(1), metavar="N", help="Tokens it can draft. [default: 16384]")
 @click.option("--head-lr", type=float, help="Learning rate of its lm_head. [default: 0, the target's rows stay]")
+@click.option("--share-lm-head", is_flag=True, help="Leave the target's rows out of the file (few tools read that).")
 @click.option("--intermediate", type=click.IntRange(1), metavar="N", help="Width of its MLP. [default: the target's]")
 def eagle3(**options: Any) -> None:
     _run("eagle3", **options)

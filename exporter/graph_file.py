@@ -175,6 +175,19 @@ class DataFile:
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         return self.put(name, data, _OF_TORCH[tensor.dtype], tuple(tensor.shape))
 
+    def keep(self, stored: ir.TensorProtocol | insert.Parts) -> ir.TensorProtocol | insert.Parts:
+        """What is in memory, written here; references stay."""
+        if isinstance(stored, insert.Parts):
+            tensors = {role: self._settle(tensor) for role, tensor in stored.tensors.items()}
+            return insert.Parts(tensors, stored.block)
+        return self._settle(stored)
+
+    def _settle(self, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+        if isinstance(tensor, ir.ExternalTensor):
+            return tensor
+        data = np.frombuffer(tensor.tobytes(), np.uint8)
+        return self.put(str(tensor.name), data, tensor.dtype, insert.sizes(tensor))
+
 
 def save_graph(
     model: ir.Model,
@@ -189,7 +202,8 @@ def save_graph(
     Peak memory is a few copies of one tensor, whatever the size of the model.
 
     Args:
-        shared: initializers that are another graph's, most often references into its data file beside this one.
+        shared: initializers that are another graph's: references into its data file beside this one stay that, what is
+            in memory becomes this graph's own.
         plan: formats of the matrices; None: as they come.
 
     Raises:
@@ -197,9 +211,9 @@ def save_graph(
     """
     data_path = path.with_name(path.name + ".data")
     initializers = model.graph.initializers
-    for name, stored in (shared or {}).items():
-        _place(model.graph, initializers[name], stored)
     with DataFile(data_path) as data:
+        for name, stored in (shared or {}).items():
+            _place(model.graph, initializers[name], data.keep(stored))
         for name, read in values:
             value = initializers.get(name)
             if value is None:

@@ -34,9 +34,10 @@ from specexport.runtime.device_profile import (
     read_acceptance,
     read_profile,
 )
+from specexport.runtime.engine import chains_only
 from specexport.runtime.errors import CheckpointError, UsageError
 from specexport.runtime.machine import this_machine
-from specexport.runtime.manifest import MANIFEST_NAME
+from specexport.runtime.manifest import DTYPES, MANIFEST_NAME
 from specexport.runtime.records import RecordError, parse_json, read_record
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def plan_for(source: str, options: PlanOptions) -> Planned:
             raise UsageError("--heads and --precision are for models that are not built yet: a bundle has its own")
         size, slots = bundle_size(bundle), bundle.manifest.target.slots
         drafts = [drafter_size(bundle, info) for info in bundle.manifest.drafters]
+        chains = chains_only(bundle.manifest.target.precision) if tuned is None else tuned.chains
     else:
         precision = options.precision or profile.precision
         config = config_of(source)
@@ -114,7 +116,10 @@ def plan_for(source: str, options: PlanOptions) -> Planned:
         drafts = [lookup_size("suffix"), lookup_size("recycling")]
         if options.heads is not None:
             drafts.insert(0, _head_size(options.heads, config, precision))
-        notes.append(f"weights in {precision}, not built yet")
+        chains = profile.backend == "onnxruntime-cpu" and precision not in DTYPES  # what builds promise by default
+        notes.append(f"weights in {precision}, not built yet" + (", which verify chains only" if chains else ""))
+    if chains:
+        drafts = [draft.as_chain() for draft in drafts]
     slots = _within("--window", options.window, slots, size.positions)
     used = _within("--context", options.context, min(DEFAULT_CONTEXT, slots // 2), slots)
     cost: CostModel = Roofline(profile, size, options.threads or None)
@@ -228,7 +233,7 @@ def head_size(head: Head, config: TargetConfig, precision: str) -> DraftSize:
     else:
         blocks = record.blocks
         table = record.vocab_size * record.embedding_size if record.embedding == "head" else 0
-        shared = config.vocab_size * config.hidden_size if record.lm_head == "target" else 0
+        shared = record.draft_vocab_size * config.hidden_size if record.lm_head == "target" else 0
         elements = read = own - table + shared
         depth, ranks, layers = HEAD_DEPTH, HEAD_RANKS, blocks.num_layers
         rows = 2 * blocks.num_layers * blocks.num_kv_heads * blocks.head_dim * 2
@@ -271,7 +276,7 @@ def _expected(draft: DraftSize, options: PlanOptions, tables: dict[str, Acceptan
     table = tables.get(draft.name)
     if table is None or not table.acceptance:
         return acceptance.assumed(draft)
-    return acceptance.measured(table, where)
+    return acceptance.measured(table.as_chain() if draft.ranks == 1 else table, where)
 
 
 def _json(file: Path) -> Any:

@@ -19,7 +19,7 @@ from specexport.exporter.heads.pairing import check_pair, fit_record
 from specexport.exporter.heads.record import MedusaRecord
 from specexport.exporter.heads.trees import DynamicTree, StaticTree
 from specexport.exporter.layers import Capture
-from specexport.exporter.quantize.plan import Plan
+from specexport.exporter.quantize.plan import FLOATS, Plan
 from specexport.runtime.auto import AUTO
 from specexport.runtime.drafters import DRAFTERS, NO_DRAFTER
 from specexport.runtime.drafters.model import ModelDrafter
@@ -115,16 +115,17 @@ def read_head(
 
 def precision_warnings(heads: Mapping[str, Head], precision: str) -> list[str]:
     """One line for each head that was trained on features of a target in another precision (``target_precision`` in
-    its ``specexport_training`` object)."""
+    its ``specexport_training`` object); between floating-point types there is no difference to speak of."""
     warnings = []
     for name, head in heads.items():
         training = head.config.get(TRAINING)
         made_for = training.get("target_precision") if isinstance(training, dict) else None
-        if made_for is not None and made_for != precision:
-            warnings.append(
-                f"heads {name} were trained on the features of a target in {str(made_for)[:20]}, this one is "
-                f"{precision}: fewer of their drafts will be right"
-            )
+        if made_for in (None, precision) or (str(made_for) in FLOATS and precision in FLOATS):
+            continue
+        warnings.append(
+            f"heads {name} were trained on the features of a target in {str(made_for)[:20]}, this one is "
+            f"{precision}: fewer of their drafts will be right"
+        )
     return warnings
 
 

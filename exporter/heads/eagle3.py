@@ -45,6 +45,7 @@ class _Frame:
     fc_norm: bool
     feedback: Feedback
     final_norm: bool
+    target_rows: bool  #: the lm_head is the target's, cut to the draft vocabulary
 
 
 def read_eagle3(keys: Keys, tensors: Tensors, target: TargetConfig | None) -> Reading:
@@ -75,7 +76,7 @@ def read_eagle3(keys: Keys, tensors: Tensors, target: TargetConfig | None) -> Re
         tensors.take("norm.weight", "norm.weight", (hidden,))
     vocab = _vocab(block, tensors)
     embedding = _embedding(keys, tensors, vocab, hidden, features)
-    lm_head, rows = _lm_head(keys, block, tensors, vocab, hidden, features, embedding)
+    lm_head, rows = _lm_head(keys, block, tensors, vocab, hidden, features, embedding, frame.target_rows)
     ids = read_offsets(tensors, rows, vocab)
     tensors.finish(frame.dialect)
     keys.finish()
@@ -117,12 +118,16 @@ def _frame(keys: Keys, tensors: Tensors, target: TargetConfig | None) -> _Frame:
     feedback: Any = None
     normed: bool | None = None
     before: bool | None = None
+    whose: str | None = None
     if override is not None:
         explicit, feedback = read_ids(override, "captures"), override.string("feedback")
         normed, before = override.flag("final_norm"), override.flag("norm_before_residual")
+        whose = override.string("lm_head")
         override.finish()
         if feedback not in (None, "raw", "normed"):
             raise CheckpointError(f"{override.where}: feedback is {text(feedback)}; expected raw or normed")
+        if whose not in (None, "target"):
+            raise CheckpointError(f"{override.where}: lm_head is {text(whose)}; expected target, or nothing")
     outputs = read_ids(keys, "target_layer_ids")
     boundaries = read_ids(keys, "eagle_aux_hidden_state_layer_ids")
     unsure = None if eagle is None else read_ids(eagle, "eagle_aux_hidden_state_layer_ids")
@@ -168,6 +173,7 @@ def _frame(keys: Keys, tensors: Tensors, target: TargetConfig | None) -> _Frame:
         fc_norm=keys.boolean("fc_norm", False),
         feedback=fed,
         final_norm=final_norm,
+        target_rows=whose is not None,
     )
 
 
@@ -293,7 +299,14 @@ def _embedding(keys: Keys, tensors: Tensors, vocab: int, hidden: int, features: 
 
 
 def _lm_head(
-    keys: Keys, block: Keys, tensors: Tensors, vocab: int, hidden: int, features: int, embedding: Source
+    keys: Keys,
+    block: Keys,
+    tensors: Tensors,
+    vocab: int,
+    hidden: int,
+    features: int,
+    embedding: Source,
+    target_rows: bool,
 ) -> tuple[Source, int]:
     """Whose lm_head, and Vd."""
     said = keys.integer("draft_vocab_size", *LIMITS["vocab_size"])
@@ -301,6 +314,11 @@ def _lm_head(
     if rows > vocab:
         raise CheckpointError(f"config: draft_vocab_size {rows} is more than vocab_size {vocab}")
     tied = any([part.boolean("tie_word_embeddings", False) for part in (keys, block)])
+    if target_rows:
+        if "lm_head.weight" in tensors or hidden != features:
+            held = "the file has 'lm_head.weight'" if "lm_head.weight" in tensors else f"the head is {hidden} wide"
+            raise CheckpointError(f"config: {OVERRIDES}.lm_head is 'target' (rows of its lm_head), but {held}")
+        return "target", rows
     if "lm_head.weight" in tensors:
         why = "draft_vocab_size" if said is not None else "vocab_size (draft_vocab_size is absent)"
         tensors.take("lm_head", "lm_head.weight", (rows, hidden), why=why)

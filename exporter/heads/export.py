@@ -28,7 +28,7 @@ from specexport.exporter.heads.recurrent import RecurrentDrafter
 from specexport.exporter.heads.trees import DynamicTree, StaticTree
 from specexport.exporter.layers import Capture
 from specexport.exporter.passes import pick_features, used_rows
-from specexport.exporter.quantize.insert import Parts, stored_parts
+from specexport.exporter.quantize.insert import Parts, rows_of, stored_parts
 from specexport.exporter.quantize.plan import Plan
 from specexport.exporter.weights import WeightSource
 from specexport.runtime import contract
@@ -115,7 +115,10 @@ def export_recurrent(
     used_rows.lower(model, slots)
     tables = {"embedding": (record.embedding, ("embedding",)), "lm_head": (record.lm_head, LM_HEAD)}
     wanted = {name: names for name, (whose, names) in tables.items() if whose == "target"}
-    save_graph(model, drafter.values(weights), path, shared=target_tables(target_graph, wanted), plan=plan)
+    shared = target_tables(target_graph, wanted)
+    if "lm_head" in shared and record.draft_to_target is not None:
+        shared["lm_head"] = rows_of(shared["lm_head"], record.draft_to_target)
+    save_graph(model, drafter.values(weights), path, shared=shared, plan=plan)
     return drafter.valid_rows
 
 

@@ -64,7 +64,7 @@ def fit_record(record: HeadRecord, target: TargetConfig) -> HeadRecord:
         return replace(record, vocab_size=target.vocab_size) if record.lm_head == "target" else record
     if record.embedding == "target":
         record = replace(record, vocab_size=target.vocab_size)
-    if record.lm_head == "target":
+    if record.lm_head == "target" and record.draft_to_target is None:
         record = replace(record, draft_vocab_size=target.vocab_size)
     return record
 

@@ -76,6 +76,22 @@ def stored_parts(graph: ir.Graph, name: str) -> ir.TensorProtocol | Parts | None
     return Parts(tensors, width // blocks)
 
 
+def rows_of(stored: ir.TensorProtocol | Parts, ids: NDArray[np.int64]) -> ir.TensorProtocol | Parts:
+    """Some rows of a table [V, H], in memory, in the format of the whole."""
+    if isinstance(stored, Parts):
+        count = sizes(stored.tensors[CODES])[0]
+        picked = {
+            role: _rows(tensor, ids) if sizes(tensor)[:1] == (count,) else tensor
+            for role, tensor in stored.tensors.items()
+        }
+        return Parts(picked, stored.block)
+    return _rows(stored, ids)
+
+
+def _rows(tensor: ir.TensorProtocol, ids: NDArray[np.int64]) -> ir.TensorProtocol:
+    return ir.Tensor(tensor.numpy()[ids], dtype=tensor.dtype, name=tensor.name)
+
+
 def is_operand(value: ir.Value) -> bool:
     """Whether a matrix is laid out [in, out] (``MatMul``) rather than [out, in].
 

@@ -59,12 +59,19 @@ def medusa_record(config: TargetConfig, shape: Shape) -> MedusaRecord:
 
 
 def recurrent_record(
-    method: str, config: TargetConfig, captures: Sequence[int | str], ids: Tensor, shape: Shape
+    method: str,
+    config: TargetConfig,
+    captures: Sequence[int | str],
+    ids: Tensor,
+    shape: Shape,
+    *,
+    share_lm_head: bool = False,
 ) -> RecurrentRecord:
     """A head of one Llama layer as wide as the target.
 
     Args:
         captures: boundaries that EAGLE-3 reads. ids: int64 [Vd], its draft vocabulary, ascending.
+        share_lm_head: EAGLE-3's lm_head is the target's rows ``ids``, and not part of its file.
     """
     eagle3 = method == "eagle3"
     whole = not eagle3 or len(ids) == config.vocab_size
@@ -103,7 +110,7 @@ def recurrent_record(
         feedback="raw",
         embedding="target",
         embedding_size=config.hidden_size,
-        lm_head="head" if eagle3 else "target",
+        lm_head="head" if eagle3 and not share_lm_head else "target",
         draft_to_target=None if whole else ids.numpy(),
         max_positions=rope.max_position_embeddings,
         lineage=HeadLineage(),
@@ -279,5 +286,7 @@ def save_head(
     config = public_config(record, target_name, {"fp16": "float16", "bf16": "bfloat16"}.get(dtype, "float32"))
     if record.method == "eagle3":
         config[OVERRIDES] = {"captures": list(record.captures)}  # the default of many targets, but never left to guess
+        if record.lm_head == "target":
+            config[OVERRIDES]["lm_head"] = "target"
     config[TRAINING] = {"captures": list(record.captures), **training}
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")

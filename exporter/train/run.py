@@ -39,6 +39,8 @@ from specexport.exporter.train.target import Opened, open_target
 from specexport.exporter.train.trainer import Learner, Trainer, TrainOptions
 from specexport.runtime.errors import UsageError
 
+#: What a target in the dtype of training is called in a bundle's manifest.
+_PRECISION = {"float32": "fp32", "bfloat16": "bf16"}
 #: Rows of a draft vocabulary unless told otherwise; a smaller target's whole vocabulary.
 DRAFT_VOCAB = 16384
 
@@ -52,6 +54,7 @@ class RunOptions:
         data: files of texts, chats or prompts; see ``train.prompts``. prompt_field: of prompts in them.
         output: directory of the head. work: where corpora and checkpoints are kept; several methods may share it.
         draft_vocab: Vd of EAGLE-3. init: a head to go on from, of the same method.
+        share_lm_head: EAGLE-3's draft lm_head stays the target's rows and is left out of the file.
         dtype: of the written weights.
     """
 
@@ -66,6 +69,7 @@ class RunOptions:
     offline: bool = False
     draft_vocab: int = DRAFT_VOCAB
     init: str | None = None
+    share_lm_head: bool = False
     dtype: str = "fp16"
     device: str = "cpu"
     shape: Shape = field(default_factory=Shape)
@@ -82,6 +86,8 @@ def train(options: RunOptions, progress: Progress) -> dict[str, Any]:
     Raises:
         UsageError, CheckpointError, DataError: options, files or data that do not fit.
     """
+    if options.share_lm_head and options.train.head_lr:
+        raise UsageError(f"--head-lr {options.train.head_lr} trains what --share-lm-head leaves out: drop one")
     if options.device != "cpu" and not torch.cuda.is_available():
         raise UsageError(f"--device {options.device}: this PyTorch sees no such device; use cpu")
     started = time.monotonic()
@@ -110,6 +116,7 @@ def train(options: RunOptions, progress: Progress) -> dict[str, Any]:
         "target_fingerprint": opened.fingerprint,
         "chat_template_sha256": opened.template_hash,
         "precision": options.train.dtype,
+        "target_precision": _PRECISION[options.train.dtype],
         "sequences": len(corpus),
         "rows": tokens,
         "visits": trainer.place.visits,
@@ -201,7 +208,14 @@ def prepare(
             assert isinstance(head.record, RecurrentRecord)
             mapped = head.record.draft_to_target
             ids = torch.arange(head.record.draft_vocab_size) if mapped is None else torch.from_numpy(mapped)
-        record = recurrent_record(options.method, opened.config, opened.captures[:-1], ids, options.shape)
+        record = recurrent_record(
+            options.method,
+            opened.config,
+            opened.captures[:-1],
+            ids,
+            options.shape,
+            share_lm_head=options.share_lm_head,
+        )
         drafter = new_recurrent(record, target, positions, valid).to(options.device)
         _fill(drafter, head)
         if record.method == "eagle1":

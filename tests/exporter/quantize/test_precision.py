@@ -159,6 +159,6 @@ def test_a_head_has_its_own_precision_and_the_targets_tables(drafting: str | Non
 def test_a_head_for_another_precision_is_told() -> None:
     trained = SimpleNamespace(config={"specexport_training": {"target_precision": "fp32"}})
     heads: Any = {"eagle3": trained}
-    assert precision_warnings(heads, "fp32") == []
+    assert precision_warnings(heads, "fp32") == [] == precision_warnings(heads, "bf16")
     (line,) = precision_warnings(heads, "int4")
     assert line.startswith("heads eagle3 were trained on the features of a target in fp32, this one is int4")

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from specexport.exporter.graph_file import load_state
 from specexport.exporter.heads.detect import open_head
 from specexport.exporter.heads.recurrent import RecurrentDrafter
 from specexport.exporter.heads.trees import DynamicTree
 from specexport.exporter.pipeline import BuildOptions, build
+from specexport.exporter.quantize.choice import PrecisionOptions
 from specexport.exporter.train import recurrent
 from specexport.exporter.train.autograd import HeadLoss, head_loss
 from specexport.exporter.train.corpus import Example
+from specexport.exporter.train.heads import lm_head
 from specexport.exporter.train.recurrent import RecurrentTrainer
 from specexport.exporter.train.rows import pack
 from specexport.exporter.train.run import RunOptions, draft_vocabulary, prepare, train
@@ -80,6 +82,53 @@ def test_a_trained_head_drafts_in_a_bundle(method: str, tiny: Tiny, tmp_path: Pa
     assert drafted.token_ids == plain.token_ids
     assert drafted.statistics.drafter == method
     assert drafted.statistics.tau > 1.0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_rows_of_the_targets_lm_head_need_not_be_in_the_file(precision: str, tiny: Tiny, tmp_path: Path) -> None:
+    """A head that leaves them out drafts like the same head with them."""
+    options = shared(tiny, "eagle3", tmp_path)
+    options = replace(options, share_lm_head=True, train=replace(options.train, head_lr=0.0, visits=600))
+    train(options, QUIET)
+    stored = load_file(options.output / "model.safetensors")
+    assert "lm_head.weight" not in stored
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    config = json.loads((options.output / "config.json").read_text())
+    assert config["specexport"].pop("lm_head") == "target"
+    (whole / "config.json").write_text(json.dumps(config))
+    ids = stored["d2t"] + torch.arange(len(stored["d2t"]))
+    rows = lm_head(tiny.opened.model(8).target)[ids].float().clone()
+    save_file({**stored, "lm_head.weight": rows}, whole / "model.safetensors")
+    proposals = []
+    for heads in (options.output, whole):
+        made = build(
+            BuildOptions(
+                source=options.target,
+                output=tmp_path / f"bundle-{heads.name}",
+                window=128,
+                heads=(str(heads),),
+                precision=PrecisionOptions(precision=precision),
+            ),
+            QUIET,
+        )
+        session = Session(made.bundle, drafter="eagle3", threads=1)
+        result = session.generate(tiny.corpus[5].tokens[:20].tolist(), SamplingParams(max_tokens=24))
+        proposals.append((result.token_ids, result.statistics.accepted))
+    assert proposals[0] == proposals[1]
+    with pytest.raises(UsageError, match=r"--head-lr 0\.1"):
+        train(replace(options, train=replace(options.train, head_lr=0.1)), QUIET)
+
+
+def test_a_head_cannot_bring_an_lm_head_and_name_the_targets(tiny: Tiny, tmp_path: Path) -> None:
+    options = shared(tiny, "eagle3", tmp_path)
+    train(replace(options, train=replace(options.train, visits=300)), QUIET)
+    path = options.output / "config.json"
+    config = json.loads(path.read_text())
+    for said, complaint in (("target", "the file has 'lm_head.weight'"), ("draft", "lm_head is 'draft'")):
+        path.write_text(json.dumps({**config, "specexport": {**config["specexport"], "lm_head": said}}))
+        with pytest.raises(CheckpointError, match=complaint):
+            open_head(str(options.output), target=tiny.opened.config)
 
 
 def test_the_trained_module_and_the_drafter_propose_the_same(tiny: Tiny, tmp_path: Path) -> None:
