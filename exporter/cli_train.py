@@ -193,6 +193,7 @@ def calibrate(bundle: Path, as_json: bool, **options: Any) -> None:
 @click.option("--data", type=_FILE, help="Prompts to run now.")
 @click.option("--statistics", type=_FILE, help="Or what run --json printed (one run, a list, or JSON lines).")
 @click.option("--target", metavar="MODEL", help="Checkpoint to compare with the one the bundle was built from.")
+@click.option("--baseline", type=click.Path(path_type=Path), help="Bundle whose record counts (the old target's).")
 @click.option("--threshold", type=click.FloatRange(0, 1), default=0.9, show_default=True, help="Of the recorded tau.")
 @_counting
 def drift(
@@ -200,6 +201,7 @@ def drift(
     data: Path | None,
     statistics: Path | None,
     target: str | None,
+    baseline: Path | None,
     threshold: float,
     as_json: bool,
     **options: Any,
@@ -216,6 +218,7 @@ def drift(
         options=None if data is None else fit.CountOptions(data=data, **options),
         statistics=statistics,
         target=target,
+        baseline=None if baseline is None else Bundle.load(baseline),
         threshold=threshold,
     )
     if as_json:

@@ -3,7 +3,7 @@
 The target answers every prompt once, in batches (float32, PyTorch). Each policy then drafts along that text with the
 runtime's own drafters and the bundle's graphs: a call emits what the tree has right and one token more, which is
 what the decoder does under the rule "match". So one set of answers serves every policy, and no policy waits for the
-target. Prompts that were done are not done again.
+target. Answers are kept under --work, and prompts that were done are not done again; ``--answers-only`` stops there.
 
     python scripts/measure_heads.py MODEL question.jsonl.gz --heads eagle3=E --heads medusa=M --work DIR [--every 8]
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from specexport.exporter.bench.suites import read_suite
 from specexport.exporter.heads.detect import open_head
 from specexport.exporter.pipeline import BuildOptions, build
 from specexport.exporter.progress import Progress
-from specexport.exporter.train.corpus import Example
+from specexport.exporter.train.corpus import Corpus, Example, write_shard
 from specexport.exporter.train.generate import Prompt, write_answers
 from specexport.exporter.train.target import open_target
 from specexport.runtime.bundle import Bundle
@@ -120,15 +121,22 @@ def answers(
     progress = Progress()
     opened = open_target(arguments.model, progress, dtype=torch.float32)
     prompts = list(enumerate(read_suite(arguments.prompts)))[:: arguments.every]
+    store = arguments.work / f"answers-t{arguments.temperature:g}"
+    store.mkdir(exist_ok=True)
     left = []
     for number, prompt in prompts:
         tokens = tuple(opened.chat.encode([{"role": "user", "content": prompt.text}]))
-        if number not in done and len(tokens) + arguments.max_tokens <= arguments.window:
-            left.append((number, TASKS.get(prompt.task, prompt.task), tokens))
+        if number in done or len(tokens) + arguments.max_tokens > arguments.window:
+            continue
+        task, kept = TASKS.get(prompt.task, prompt.task), store / f"{number:05}"
+        if (kept / "0.safetensors").exists():
+            yield number, task, Corpus(kept)[0]
+        else:
+            left.append((number, task, tokens))
     left.sort(key=lambda entry: len(entry[2]))
     if not left:
         return
-    object.__setattr__(opened, "captures", captures)
+    opened = replace(opened, captures=captures)
     model = opened.model(arguments.window)
     for begin in range(0, len(left), arguments.batch):
         part = left[begin : begin + arguments.batch]
@@ -141,6 +149,9 @@ def answers(
             seed=begin,
         )
         for (number, task, _), example in zip(part, found, strict=True):
+            folder = store / f"{number:05}"
+            folder.mkdir(exist_ok=True)
+            write_shard(folder / "0.safetensors", [example], torch.float32)
             yield number, task, example
 
 
@@ -157,12 +168,17 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=5)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--answers-only", action="store_true")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
-    bundle = bundle_of(arguments)
     captures = tuple(
         dict.fromkeys(c for heads in arguments.heads for c in open_record(arguments.model, heads.split("=", 1)[1]))
     )
+    if arguments.answers_only:
+        for _ in answers(arguments, captures, set()):
+            pass
+        return
+    bundle = bundle_of(arguments)
     results = arguments.work / f"t{arguments.temperature:g}-n{arguments.nodes}.jsonl"
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     engine = find_engine(bundle.manifest.engine)(bundle.path, threads=0)

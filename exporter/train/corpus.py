@@ -44,14 +44,14 @@ def write_atomically(path: Path, content: str) -> None:
     os.replace(temporary, path)
 
 
-def write_shard(path: Path, sequences: Sequence[Example]) -> None:
-    """Write sequences as one shard."""
+def write_shard(path: Path, sequences: Sequence[Example], dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write sequences as one shard, features in ``dtype``."""
     lengths = torch.tensor([0, *(len(s.tokens) for s in sequences)])
     tensors = {
         "tokens": torch.cat([s.tokens for s in sequences]).to(torch.int32),
         "starts": lengths.cumsum(0),
         "learn": torch.cat([s.learn for s in sequences]).to(torch.uint8),
-        "features": torch.cat([s.features for s in sequences]).to(torch.bfloat16),
+        "features": torch.cat([s.features for s in sequences]).to(dtype),
     }
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     save_file(tensors, temporary)

@@ -162,20 +162,25 @@ def measure_drift(
     options: CountOptions | None = None,
     statistics: Path | None = None,
     target: str | None = None,
+    baseline: Bundle | None = None,
     threshold: float = THRESHOLD,
 ) -> DriftReport:
-    """Compare the acceptance of now with the bundle's record.
+    """Compare the acceptance of now with what was recorded.
 
     Args:
         options: count on prompts now. statistics: or take a run's, as ``run --json`` writes them (one object, a list
             of them, or JSON lines). target: checkpoint whose fingerprint is compared with the bundle's.
+        baseline: the bundle that has the record, such as that of the target before it was fine-tuned; None: this one.
 
     Raises:
         UsageError: nothing recorded, nothing to compare, or a file that holds no statistics.
     """
-    stored = read_acceptance(bundle)
+    recorded = bundle if baseline is None else baseline
+    stored = read_acceptance(recorded)
     if stored is None:
-        raise UsageError(f"{bundle.path} records no acceptance: run specexport train calibrate {bundle.path} --data D")
+        raise UsageError(
+            f"{recorded.path} records no acceptance: run specexport train calibrate {recorded.path} --data D"
+        )
     drifts: list[Drift] = []
     if options is not None or statistics is not None:
         if statistics is not None:

@@ -204,8 +204,10 @@ def prepare(
         learner = MedusaTrainer(heads, opened.captures, ids.to(options.device), dtype)
         parameters = medusa.trainable(heads)
     else:
+        share = options.share_lm_head
         if head is not None:
             assert isinstance(head.record, RecurrentRecord)
+            share = share or head.record.lm_head == "target"
             mapped = head.record.draft_to_target
             ids = torch.arange(head.record.draft_vocab_size) if mapped is None else torch.from_numpy(mapped)
         record = recurrent_record(
@@ -214,7 +216,7 @@ def prepare(
             opened.captures[:-1],
             ids,
             options.shape,
-            share_lm_head=options.share_lm_head,
+            share_lm_head=share,
         )
         drafter = new_recurrent(record, target, positions, valid).to(options.device)
         _fill(drafter, head)

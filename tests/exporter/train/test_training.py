@@ -59,10 +59,13 @@ def test_a_head_learns_and_is_loaded_strictly(method: str, tiny: Tiny, tmp_path:
 
 def shared(tiny: Tiny, method: str, folder: Path) -> RunOptions:
     """Options of a run with a checkpoint of its own, on the corpus that is there."""
-    work = folder / "work"
+    return tiny.with_method(method, folder / "heads", work=shared_work(tiny, folder / "work"))
+
+
+def shared_work(tiny: Tiny, work: Path) -> Path:
     work.mkdir()
     (work / tiny.corpus.directory.name).symlink_to(tiny.corpus.directory)
-    return tiny.with_method(method, folder / "heads", work=work)
+    return work
 
 
 @pytest.mark.parametrize(
@@ -116,6 +119,10 @@ def test_rows_of_the_targets_lm_head_need_not_be_in_the_file(precision: str, tin
         result = session.generate(tiny.corpus[5].tokens[:20].tolist(), SamplingParams(max_tokens=24))
         proposals.append((result.token_ids, result.statistics.accepted))
     assert proposals[0] == proposals[1]
+    further = replace(options, share_lm_head=False, init=str(options.output), output=tmp_path / "further")
+    if precision == "fp32":
+        train(replace(further, work=shared_work(tiny, tmp_path / "again")), QUIET)
+        assert "lm_head.weight" not in load_file(further.output / "model.safetensors")
     with pytest.raises(UsageError, match=r"--head-lr 0\.1"):
         train(replace(options, train=replace(options.train, head_lr=0.1)), QUIET)
 
