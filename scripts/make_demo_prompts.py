@@ -1,4 +1,5 @@
-"""Prompts that the demo heads were trained on: GSM8K's training questions, and WikiText-2 passages in instructions.
+"""Prompts that the demo heads were trained on: GSM8K's training questions, WikiText-2 passages in instructions, also
+long ones, and made-up German sentences to translate.
 
 python scripts/make_demo_prompts.py gsm8k/train.jsonl.gz wikitext2/valid.txt.gz prompts.jsonl
 """
@@ -10,6 +11,8 @@ import json
 import random
 import re
 import sys
+
+from german_news import sentence
 
 FORMS = {
     "summarise": (
@@ -62,6 +65,21 @@ QUESTIONS = (
     "How many are mentioned?",
     "Which year is mentioned?",
 )
+LONG = {
+    "summarise": (
+        *("Summarize: {p}",) * 4,
+        "{p}\n\nSummarize the article above.",
+        "Write a summary of the following news story.\n{p}",
+        "Summarize the key points:\n{p}",
+    ),
+    "rag": (
+        "{p}\n\nAccording to the text above, {q}",
+        "{p}\n\nQuestion: {q}",
+        "Answer from these documents.\n\n{p}\n\n{q}",
+        "{p}\n\n{q}",
+    ),
+}
+ASKED = ("what is {c}", "who is {c}?", "What does the text say about {c}?")
 ABOUT = (
     "Who is {c}?",
     "Who was {c}?",
@@ -98,6 +116,29 @@ def read_passages(path: str) -> list[list[str]]:
     return found
 
 
+def longer(passages: list[list[str]], chance: random.Random) -> list[tuple[str, str]]:
+    """Texts of some hundred words to summarise and to answer from, and German sentences."""
+
+    def text(low: int, high: int) -> str:
+        words: list[str] = []
+        while len(words) < low:
+            words += " ".join(chance.choice(passages)).split()
+        return " ".join(words[: chance.randint(low, high)])
+
+    rows = []
+    for _ in range(360):
+        rows.append(("summarise", chance.choice(LONG["summarise"]).format(p=text(180, 420))))
+    for _ in range(260):
+        several = "\n\n".join(text(50, 110) for _ in range(chance.randint(3, 4)))
+        names = re.findall(r"\b[A-Z][a-z]+(?: [A-Z][a-z]+)*", several[1:]) or ["it"]
+        question = chance.choice((chance.choice(QUESTIONS), *ASKED)).format(c=chance.choice(names))
+        rows.append(("rag", chance.choice(LONG["rag"]).format(p=several, q=question)))
+    for _ in range(360):
+        german = sentence(chance) if chance.random() < 0.75 else f"{sentence(chance)} {sentence(chance)}"
+        rows.append(("translate", f"Translate German to English: {german}"))
+    return rows
+
+
 def main() -> None:
     questions_path, text_path, output = sys.argv[1:4]
     chance = random.Random(5)
@@ -108,9 +149,9 @@ def main() -> None:
 
     def passage(low: int, high: int) -> str:
         wanted, parts = chance.randint(low, high), []
-        for sentence in chance.choice(passages):
-            parts.append(sentence)
-            if sum(len(part.split()) for part in parts) >= wanted:
+        for part in chance.choice(passages):
+            parts.append(part)
+            if sum(len(each.split()) for each in parts) >= wanted:
                 break
         return " ".join(parts)
 
@@ -129,6 +170,7 @@ def main() -> None:
         name for parts in passages for part in parts for name in re.findall(r"\b[A-Z][a-z]+ [A-Z][a-z]+", part[1:])
     }
     rows += [("question", chance.choice(ABOUT).format(c=name)) for name in chance.sample(sorted(found), 450)]
+    rows += longer(passages, chance)
     chance.shuffle(rows)
     with open(output, "w", encoding="utf-8") as file:
         file.writelines(json.dumps({"prompt": prompt, "task": task}) + "\n" for task, prompt in rows)
