@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import onnx_ir as ir
@@ -9,7 +11,7 @@ import onnx_ir as ir
 from specexport.engines.ort import TARGET_FILE, cpu_files
 from specexport.exporter.config import TargetConfig
 from specexport.exporter.graph_file import IR_DTYPES, DataFile
-from specexport.exporter.passes import grouped_query, matmul_nbits
+from specexport.exporter.passes import grouped_query, joined_products, matmul_nbits, skip_norm
 from specexport.exporter.passes.matmul_nbits import Packed
 
 
@@ -20,7 +22,6 @@ def lower_target(
     activations: str,
     graph: str = TARGET_FILE,
     *,
-    exact: bool = True,
     accuracy_level: int = matmul_nbits.FAST,
 ) -> Packed | None:
     """Write the CPU lowering of ``folder/graph`` and its commit graph.
@@ -28,7 +29,7 @@ def lower_target(
     Weights in floating point are shared with the exported graph; codes are laid out anew, in a data file of their own.
 
     Args:
-        activations: of the caches too. exact, accuracy_level: see :func:`matmul_nbits.lower`.
+        activations: of the caches too. accuracy_level: see :func:`matmul_nbits.lower`.
 
     Returns:
         Matrices that were laid out; None where the model's head width has no such lowering: the CPU then runs the
@@ -37,8 +38,14 @@ def lower_target(
     if config.head_dim % grouped_query.HEAD_DIM_MULTIPLE:
         return None
     lowered_file, commit_file = cpu_files(graph)
-    model = grouped_query.lower(ir.load(folder / graph), slots)
-    packed = _pack(model, folder / lowered_file, {}, exact, accuracy_level)
+    model = ir.load(folder / graph)
+    with _data(folder / lowered_file) as data:
+        packed = Packed(data.put, {})
+        grouped_query.lower(model, slots, [layer.window for layer in config.layers], data.put)
+        skip_norm.lower(model)
+        joined_products.lower(model)
+        matmul_nbits.lower(model, packed, accuracy_level)
+    ir.save(model, folder / lowered_file)
     commit = grouped_query.commit_model(
         config.num_layers, config.num_kv_heads, config.head_dim, slots, IR_DTYPES[activations]
     )
@@ -46,7 +53,7 @@ def lower_target(
     return packed
 
 
-def lower_drafter(graph: Path, target: Packed | None, *, exact: bool = True) -> bool:
+def lower_drafter(graph: Path, target: Packed | None) -> bool:
     """Write the CPU lowering of a drafter's graph, which refers to what its target's laid out of shared tables.
 
     Returns:
@@ -55,23 +62,18 @@ def lower_drafter(graph: Path, target: Packed | None, *, exact: bool = True) -> 
     model = ir.load(graph)
     if not any(node.op_type == "DequantizeLinear" for node in model.graph):
         return False
-    shared = {} if target is None else target.matrices
-    _pack(model, graph.parent / cpu_files(graph.name)[0], shared, exact, matmul_nbits.FAST)
+    path = graph.parent / cpu_files(graph.name)[0]
+    with _data(path) as data:
+        matmul_nbits.lower(model, Packed(data.put, {} if target is None else dict(target.matrices)))
+    ir.save(model, path)
     return True
 
 
-def _pack(
-    model: ir.Model,
-    path: Path,
-    known: dict[object, dict[str, ir.TensorProtocol]],
-    exact: bool,
-    accuracy_level: int,
-) -> Packed:
+@contextmanager
+def _data(path: Path) -> Iterator[DataFile]:
+    """The data file of a graph, none where nothing is large enough for it."""
     data_path = path.with_name(path.name + ".data")
     with DataFile(data_path) as data:
-        packed = Packed(data.put, dict(known))
-        matmul_nbits.lower(model, packed, accuracy_level, exact)
+        yield data
     if not data_path.stat().st_size:
         data_path.unlink()
-    ir.save(model, path)
-    return packed

@@ -1,15 +1,18 @@
 """Lowering for ONNX Runtime's CPU provider: one GroupQueryAttention a layer, reading only the used rows.
 
 Requires: a target graph as ``exporter.onnx`` makes it. Ensures: the same tokens, masks and logits; each layer's
-``Attention`` and its two ``TensorScatter`` become one ``com.microsoft::GroupQueryAttention`` that appends in place;
-masks are ``past + T`` wide instead of S; inputs ``write``, ``commit`` and ``order`` are gone, because accepted rows
-that have to move are moved beforehand by the graph of :func:`commit_model` (most steps need none).
+``Attention``, its two ``TensorScatter`` and, where the operator can, its rotations become one
+``com.microsoft::GroupQueryAttention`` that appends in place; query, key and value come from one product where they
+can (``passes.joined_products``); masks are ``past + T`` wide instead of S; inputs ``write``, ``commit`` and ``order``
+are gone, because accepted rows that have to move are moved beforehand by the graph of :func:`commit_model` (most
+steps need none). Every node counts: a step of a small model is hundreds of operators of a few microseconds each.
 
-A lone node is attended as two equal rows. The operator takes another code path, with another order of additions, for
-one row than for several; with two, a row's result does not depend on how many rows share the call, and a chain of
-drafts gives bit for bit the logits of plain decoding (matrix products are already independent of it; a test holds it).
-The second row needs a place even after the last slot, so lowered caches have ``CPU_SPARE_ROWS`` more. Columns of a
-branching tree still add up in another order, which costs about 1e-7.
+The engine calls it with an even number of rows, the last node twice where the call has an odd number
+(:class:`specexport.engines.ort.OrtEngine`), for kernels take other code paths, with another order of additions, for a
+lone row and for the last of an odd number. So a row's result does not depend on how many rows share the call, and a
+chain of drafts gives bit for bit the logits of plain decoding. The extra row needs a place even after the last slot,
+so lowered caches have ``CPU_SPARE_ROWS`` more. Columns of a branching tree still add up in another order, which costs
+about 1e-7.
 
 Why: over 4096 slots ``Attention`` reads and copies all of them, whatever the used length, and a ``Slice`` before it
 copies the used ones; GroupQueryAttention does neither (``scripts/bench_lowerings.py`` measures all three).
@@ -17,223 +20,242 @@ copies the used ones; GroupQueryAttention does neither (``scripts/bench_lowering
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from specexport.engines.ort import CPU_SPARE_ROWS
-from specexport.exporter.passes.graph import MICROSOFT, constant, is_arange
+from specexport.exporter.passes import joined_products
+from specexport.exporter.passes.graph import (
+    MICROSOFT,
+    Emitter,
+    check_attention,
+    constant,
+    initializer,
+    new_rows,
+    producer,
+    replace_cache,
+)
+from specexport.exporter.quantize.insert import Put, sizes
 from specexport.runtime import contract
 from specexport.runtime.errors import SpecExportError
 
-#: GroupQueryAttention refuses head widths that are no multiple of this.
-HEAD_DIM_MULTIPLE = 8
+#: GroupQueryAttention refuses head widths that are no multiple of this, and rotates those of multiples of the other.
+HEAD_DIM_MULTIPLE, ROTATED_MULTIPLE = 8, 16
 
 
-def lower(model: ir.Model, slots: int) -> ir.Model:
-    """Lower ``model`` in place and return it. ``slots`` is S.
+def lower(model: ir.Model, slots: int, windows: Sequence[int | None], put: Put) -> ir.Model:
+    """Lower ``model`` in place and return it.
+
+    Args:
+        slots: S. windows: attention window of each layer, None for all rows.
+        put: stores the rotation tables anew, longer by the spare rows.
 
     Raises:
         SpecExportError: the graph is not what this pass requires; the message names the node.
     """
     graph = model.graph
-    inputs = {value.name: value for value in graph.inputs}
+    inputs = {str(value.name): value for value in graph.inputs}
     attentions = [node for node in graph if node.op_type == "Attention"]
     if not attentions:
         raise SpecExportError("the graph has no Attention nodes: it is not a target graph, or was lowered already")
+    for node in attentions:
+        check_attention(node)
     if missing := [name for name in contract.STEP_INPUTS if name not in inputs]:
         raise SpecExportError(f"the graph has no input {missing[0]}: it is not a target graph")
-    rows = _Rows(graph, inputs, slots)
-    for node in attentions:
-        _lower_layer(graph, node, rows)
+    caches = {name for pair in contract.cache_names(len(attentions)) for name in pair}
+    if any(value.shape is None or value.shape[2] != slots for value in graph.inputs if value.name in caches):
+        raise SpecExportError(f"the graph's caches have not {slots} rows")
+    reach = [None if window is None or window >= slots else window for window in windows]
+    call = _Call(graph, inputs, reach, attentions[0], put)
+    for node, window in zip(attentions, reach, strict=True):
+        _lower_layer(graph, node, call, window)
     for name in (contract.WRITE, contract.COMMIT, contract.ORDER):
         graph.inputs.remove(inputs[name])
     model.opset_imports[MICROSOFT] = 1
     passes.RemoveUnusedNodesPass()(model)
     passes.TopologicalSortPass()(model)
-    caches = {name for pair in contract.cache_names(len(attentions)) for name in pair}
     for value in [*graph.inputs, *graph.outputs]:
         if value.name in caches and value.shape is not None:
             value.shape = ir.Shape([*value.shape[:2], slots + CPU_SPARE_ROWS, value.shape[3]])
-    kept = set(graph.outputs)
-    for node in graph:
-        for value in node.outputs:
-            if value not in kept:
-                value.shape = None  # recorded for T rows, where there are now two for a lone node
     leftover = [name for name in (contract.WRITE, contract.COMMIT, contract.ORDER) if inputs[name].uses()]
     if leftover:
         raise SpecExportError(f"inputs {', '.join(leftover)} are still used after lowering")
     return model
 
 
-class _Rows:
-    """Row bookkeeping shared by the layers: a lone node doubled, and the masks' columns cut to the used rows.
+class _Call:
+    """What the layers share: row counts, masks and rotation tables.
+
+    The operator takes a call with as many rows as columns for a first prompt, whose positions it makes up itself. So
+    that a tree may be the first call too, there is one column more then; causality hides it.
 
     Attributes:
-        last: int32 [1], index of the last row that attention sees. total: int32 scalar, their number.
-        pick: int64 [max(T, 2)], the node behind each attended row. count: int64 [1], T.
+        last: int32 [1], index of the last row that attention sees. total: int32 [1], columns of the masks.
+        masks: additive [1, 1, T, total] by window. positions: int64 [1, T], the graph's input.
     """
 
-    def __init__(self, graph: ir.Graph, inputs: dict[str | None, ir.Value], slots: int) -> None:
-        past, tokens = inputs[contract.PAST], inputs[contract.TOKENS]
-        anchor = next(
-            (n for n in graph if n.op_type == "Sub" and n.inputs[1] is past and is_arange(n.inputs[0], slots)), None
-        )
-        if anchor is None:
-            raise SpecExportError("no column index (arange(S) - past) was found in the graph's mask")
-        zero, one, two = (constant(graph, f"const_{n}", np.array(n)) for n in (0, 1, 2))
-        self.zeros, self.axis = (
-            constant(graph, "const_[0]", np.array([0])),
-            constant(graph, "const_[1]", np.array([1])),
-        )
-        nodes: list[ir.Node] = []
-
-        def emit(op_type: str, inputs: list[ir.Value], **attributes: int | ir.DataType) -> ir.Value:
-            nodes.append(ir.node(op_type, inputs, attributes))
-            return nodes[-1].outputs[0]
-
-        self.count = emit("Shape", [tokens], start=1, end=2)
-        attended = emit("Max", [self.count, two])
-        used = emit("Add", [past, attended])
-        self.total = emit("Cast", [emit("Squeeze", [used])], to=ir.DataType.INT32)
+    def __init__(
+        self,
+        graph: ir.Graph,
+        inputs: Mapping[str, ir.Value],
+        windows: Sequence[int | None],
+        attention: ir.Node,
+        put: Put,
+    ) -> None:
+        self._graph, self._put = graph, put
+        self._tables: dict[ir.Value, ir.Value] = {}
+        past, self.positions = inputs[contract.PAST], inputs[contract.POSITIONS]
+        where = mask_choice(attention)
+        emit = Emitter(graph)
+        one, front, back = (emit.constant(np.array([number])) for number in (1, 0, -1))
+        count = emit("Shape", [inputs[contract.TOKENS]], start=1, end=2)
+        used = emit("Add", [past, count])
+        total = emit("Max", [used, emit("Add", [count, one])])
+        beyond = emit("Sub", [total, used])
         self.last = emit("Cast", [emit("Sub", [used, one])], to=ir.DataType.INT32)
-        self.pick = emit(
-            "Min", [emit("Range", [zero, emit("Squeeze", [attended]), one]), emit("Sub", [self.count, one])]
-        )
-        columns = emit("Range", [zero, emit("Squeeze", [used]), one])
-        rows = {name: emit("Gather", [inputs[name], self.pick], axis=1) for name in (contract.TREE, contract.POSITIONS)}
-        graph.insert_before(graph[0], nodes)
-        anchor.replace_input_with(0, columns)
-        for name, doubled in rows.items():
-            for user, index in list(inputs[name].uses()):
-                if user is not doubled.producer() and user.op_type != "Shape":
-                    user.replace_input_with(index, doubled)
+        self.total = emit("Cast", [total], to=ir.DataType.INT32)
+        pads = emit("Concat", [past, beyond], axis=0)
+        tree = emit("Unsqueeze", [inputs[contract.TREE], front])
+        seen = emit("Pad", [tree, pads, emit.constant(np.array(True)), back])
+        age = _age(emit, self.positions, past, beyond) if any(windows) else None
+        self.masks: dict[int | None, ir.Value] = {}
+        for window in dict.fromkeys(windows):
+            near = seen
+            if window is not None:
+                assert age is not None
+                near = emit("And", [seen, emit("Less", [age, emit.constant(np.array(window))])])
+            self.masks[window] = emit("Where", [near, *where.inputs[1:]])
+        graph.insert_before(graph[0], emit.nodes)
+
+    def table(self, value: ir.Value) -> ir.Value:
+        """A rotation table with as many rows as there may be columns."""
+        if value not in self._tables:
+            assert value.const_value is not None
+            rows = value.const_value.numpy()
+            longer = np.concatenate([rows, np.zeros((CPU_SPARE_ROWS, rows.shape[1]), rows.dtype)])
+            name = f"{value.name}.longer"
+            tensor = self._put(name, longer.view(np.uint8), value.const_value.dtype, longer.shape)
+            self._tables[value] = initializer(self._graph, name, tensor)
+        return self._tables[value]
 
 
-def _producer(value: ir.Value | None, op_type: str, layer: str | None) -> ir.Node:
-    node = value.producer() if value is not None else None
-    if node is None or node.op_type != op_type:
-        found = node.op_type if node is not None else "an input"
-        raise SpecExportError(f"attention {layer!r}: expected {op_type}, found {found}")
-    return node
+def _age(emit: Emitter, positions: ir.Value, past: ir.Value, beyond: ir.Value) -> ir.Value:
+    """How many positions a column lies before a node, int64 [1, T, total]; a committed row holds its own index."""
+    zero, one, front, back = (emit.constant(np.array(number)) for number in (0, 1, [0], [-1]))
+    committed = emit("Range", [zero, emit("Squeeze", [past]), one])
+    nodes = emit("Squeeze", [positions, front])
+    columns = emit("Concat", [committed, nodes, emit("Expand", [zero, beyond])], axis=0)
+    return emit("Sub", [emit("Unsqueeze", [positions, back]), columns])
 
 
-def _lower_layer(graph: ir.Graph, node: ir.Node, rows: _Rows) -> None:
+def mask_choice(attention: ir.Node) -> ir.Node:
+    """The ``Where`` that makes an attention's mask of what is seen, zero and the lowest number."""
+    name, value = attention.outputs[0].name, attention.inputs[3]
+    while value is not None and (node := value.producer()) is not None and node.op_type == "Unsqueeze":
+        value = node.inputs[0]
+    return producer(value, "Where", name)
+
+
+def _lower_layer(graph: ir.Graph, node: ir.Node, call: _Call, window: int | None) -> None:
     name = node.outputs[0].name
-    if len(node.inputs) != 4 or any(value is None for value in node.inputs) or "scale" not in node.attributes:
-        raise SpecExportError(f"attention {name!r}: expected query, key, value, mask and a scale")
-    # The fused operator has no place for the others (softcap, is_causal, ...): 0 is their default.
-    if odd := [attribute for attribute in node.attributes.values() if attribute.name != "scale" and attribute.value]:
-        raise SpecExportError(f"attention {name!r}: {odd[0].name} is {odd[0].value}, expected none")
-    query, mask = node.inputs[0], node.inputs[3]
-    scatters = [_producer(value, "TensorScatter", name) for value in node.inputs[1:3]]
-    news = [_new_rows(scatter, name) for scatter in scatters]
-    flat_query, heads = _flatten(graph, node, query, name)
-    flat_key, kv_heads = _flatten(graph, node, news[0], name)
-    flat_value, _ = _flatten(graph, node, news[1], name)
-    _double(graph, node, [query, *news], rows, name)
+    scatters = [producer(value, "TensorScatter", name) for value in node.inputs[1:3]]
+    heads = [_Heads(graph, node, value) for value in (node.inputs[0], *(new_rows(each, name) for each in scatters))]
+    query, key, _ = heads
+    attributes: dict[str, int | float] = {
+        "num_heads": query.count,
+        "kv_num_heads": key.count,
+        "scale": node.attributes["scale"].as_float(),
+    }
+    turned: list[ir.Value | None] = [None, None, None]
+    if rotation := _shared_rotation(heads, call):
+        turned, attributes["do_rotary"] = [*rotation, call.positions], 1
+        packed = joined_products.join(graph, [each.flat for each in heads])
+        rows: list[ir.Value | None] = [each.flat for each in heads] if packed is None else [packed, None, None]
+    else:
+        rows = [each.rotated(graph, node) for each in heads]
     fused = ir.node(
         "GroupQueryAttention",
-        [
-            flat_query,
-            flat_key,
-            flat_value,
-            *(scatter.inputs[0] for scatter in scatters),
-            rows.last,
-            rows.total,
-            None,
-            None,
-            None,
-            mask,
-        ],
-        {"num_heads": heads, "kv_num_heads": kv_heads, "scale": node.attributes["scale"].as_float()},
+        [*rows, *(each.inputs[0] for each in scatters), call.last, call.total, *turned, call.masks[window]],
+        attributes,
         domain=MICROSOFT,
         num_outputs=3,
     )
-    cut = ir.node("Slice", [fused.outputs[0], rows.zeros, rows.count, rows.axis])
-    graph.insert_before(node, [fused, cut])
+    graph.insert_before(node, fused)
     for scatter, present in zip(scatters, fused.outputs[1:], strict=True):
-        old = scatter.outputs[0]
-        if old not in graph.outputs or scatter.inputs[0] not in graph.inputs:
-            raise SpecExportError(f"attention {name!r}: its cache {old.name!r} is not from an input to an output")
-        present.name, present.shape, present.type = old.name, old.shape, old.type
-        index = next(i for i, value in enumerate(graph.outputs) if value is old)
-        graph.outputs[index] = present
-        old.name = None
+        replace_cache(graph, scatter, present, name)
     merge = _single_user(_single_user(node, "Transpose", name), "Reshape", name)
-    merge.outputs[0].replace_all_uses_with(cut.outputs[0])
+    merge.outputs[0].replace_all_uses_with(fused.outputs[0])
 
 
-def _new_rows(scatter: ir.Node, layer: str | None) -> ir.Value:
-    """The rows a layer adds, [1, Hkv, T, D], behind the commit recipe."""
-    picked = _producer(scatter.inputs[1], "Gather", layer)
-    joined = _producer(picked.inputs[0], "Concat", layer)
-    new = joined.inputs[1]
-    assert new is not None
-    return new
+class _Heads:
+    """Query, key or value of a layer before it is split into heads, [1, T, count * width], and its rotation if any."""
 
-
-def _flatten(graph: ir.Graph, before: ir.Node, value: ir.Value | None, layer: str | None) -> tuple[ir.Value, int]:
-    """[1, heads, T, D] (maybe rotated) as [1, T, heads * D], undoing the transpose instead of adding one."""
-    rotary = value.producer() if value is not None else None
-    rotated = rotary is not None and rotary.op_type == "RotaryEmbedding"
-    transpose = _producer(rotary.inputs[0] if rotated and rotary is not None else value, "Transpose", layer)
-    split = transpose.inputs[0]
-    assert split is not None and split.shape is not None
-    heads, width = (dim for dim in split.shape[2:])
-    if not isinstance(heads, int) or not isinstance(width, int):
-        raise SpecExportError(f"attention {layer!r}: head count and width must be static, got {split.shape}")
-    source = split.producer()
-    if source is not None and source.op_type == "Reshape":
-        flat = source.inputs[0]
-        assert flat is not None
-    else:
-        shape = constant(graph, f"{layer}_{split.name}_flat", np.array([1, -1, heads * width]))
-        reshape = ir.node("Reshape", [split, shape])
-        graph.insert_before(before, reshape)
-        flat = reshape.outputs[0]
-    if rotated and rotary is not None:
-        if "interleaved" in rotary.attributes and rotary.attributes["interleaved"].as_int():
+    def __init__(self, graph: ir.Graph, attention: ir.Node, value: ir.Value | None) -> None:
+        layer = attention.outputs[0].name
+        node = value.producer() if value is not None else None
+        self.rotary = node if node is not None and node.op_type == "RotaryEmbedding" else None
+        transpose = producer(value if self.rotary is None else self.rotary.inputs[0], "Transpose", layer)
+        split = transpose.inputs[0]
+        assert split is not None and split.shape is not None
+        count, width = split.shape[2:]
+        if not isinstance(count, int) or not isinstance(width, int):
+            raise SpecExportError(f"attention {layer!r}: head count and width must be static, got {split.shape}")
+        self.count, self.width = count, width
+        attribute = None if self.rotary is None else self.rotary.attributes.get("interleaved")
+        if attribute is not None and attribute.as_int():
             raise SpecExportError(f"attention {layer!r}: expected half-split RotaryEmbedding, found interleaved")
-        attributes = {"num_heads": heads}
-        partial = rotary.attributes.get("rotary_embedding_dim")
+        source = split.producer()
+        if source is not None and source.op_type == "Reshape":
+            assert source.inputs[0] is not None
+            self.flat = source.inputs[0]
+            return
+        node = _norm_of_heads(source, self.count)
+        if node is None:
+            shape = constant(graph, f"{layer}_{split.name}_flat", np.array([1, -1, self.count * self.width]))
+            node = ir.node("Reshape", [split, shape])
+        graph.insert_before(attention, node)
+        self.flat = node.outputs[0]
+
+    def rotated(self, graph: ir.Graph, before: ir.Node) -> ir.Value:
+        """The flat rows, rotated by an operator of their own."""
+        if self.rotary is None:
+            return self.flat
+        attributes = {"num_heads": self.count}
+        partial = self.rotary.attributes.get("rotary_embedding_dim")
         if partial is not None and partial.as_int():
             attributes["rotary_embedding_dim"] = partial.as_int()
-        turned = ir.node("RotaryEmbedding", [flat, *rotary.inputs[1:]], attributes)
-        graph.insert_before(before, turned)
-        flat = turned.outputs[0]
-    return flat, heads
+        node = ir.node("RotaryEmbedding", [self.flat, *self.rotary.inputs[1:]], attributes)
+        graph.insert_before(before, node)
+        return node.outputs[0]
 
 
-def _double(graph: ir.Graph, before: ir.Node, values: list[ir.Value | None], rows: _Rows, layer: str | None) -> None:
-    """Feed the layer's projections from the attended rows instead of the nodes."""
-    projections = []
-    for value in values:
-        while value is not None and (node := value.producer()) is not None and node.op_type != "MatMul":
-            value = node.inputs[0]
-        projections.append(_producer(value, "MatMul", layer))
-    readers = list(dict.fromkeys(_permuted(projection) for projection in projections))
-    source = readers[0].inputs[0]
-    if source is None or any(reader.inputs[0] is not source for reader in readers):
-        raise SpecExportError(f"attention {layer!r}: q, k and v are not projections of one value")
-    picked = ir.node("Gather", [source, rows.pick], {"axis": 1})
-    graph.insert_before(readers[0], picked)
-    for reader in readers:
-        reader.replace_input_with(0, picked.outputs[0])
+def _norm_of_heads(norm: ir.Node | None, heads: int) -> ir.Node | None:
+    """A norm of each head that needs no split into heads; None where something else is there."""
+    if norm is None or norm.op_type != "RMSNormalization" or norm.attributes["axis"].as_int() != -1:
+        return None
+    split = norm.inputs[0].producer() if norm.inputs[0] is not None else None
+    if split is None or split.op_type != "Reshape":
+        return None
+    attributes = {"num_branches": heads, "epsilon": norm.attributes["epsilon"].as_float()}
+    return ir.node("BranchwiseRMSNorm", [split.inputs[0], norm.inputs[1]], attributes, domain=MICROSOFT)
 
 
-def _permuted(projection: ir.Node) -> ir.Node:
-    """What reads a projection's input: itself, or what puts the channels into the order of its codes (act-order)."""
-    value = projection.inputs[0]
-    node = value.producer() if value is not None else None
-    if (
-        node is None
-        or node.op_type != "Gather"
-        or "axis" not in node.attributes
-        or node.attributes["axis"].as_int() != -1
-    ):
-        return projection
-    return node
+def _shared_rotation(heads: Sequence[_Heads], call: _Call) -> list[ir.Value] | None:
+    """The tables by which the operator can rotate query and key itself; None where it cannot."""
+    query, key, value = heads
+    if query.rotary is None or key.rotary is None or value.rotary is not None:
+        return None
+    if any(mine is not other for mine, other in zip(query.rotary.inputs[1:], key.rotary.inputs[1:], strict=True)):
+        return None
+    cosine, sine, positions = query.rotary.inputs[1:]
+    if positions is not call.positions or cosine is None or sine is None or cosine.const_value is None:
+        return None
+    if query.width % ROTATED_MULTIPLE or sizes(cosine)[1] % (ROTATED_MULTIPLE // 2):
+        return None
+    return [call.table(cosine), call.table(sine)]
 
 
 def _single_user(node: ir.Node, op_type: str, layer: str | None) -> ir.Node:

@@ -9,8 +9,8 @@ from specexport.exporter.quantize.rtn import quantizer as round_to_nearest
 from specexport.runtime.errors import UsageError
 from specexport.runtime.manifest import GPU_FORMATS, PrecisionInfo
 
-#: Inputs that share a scale unless told otherwise. int8: a row, which TensorRT takes too. int4: the width at which
-#: ONNX Runtime's kernels give a row the same result whatever the number of rows, and the most exact of the usual ones.
+#: Inputs that share a scale unless told otherwise. int8: a row, which TensorRT takes too. int4: the most exact of the
+#: usual widths.
 BLOCKS = {"int8": 0, "int4": 32, "fp8": 0, "nvfp4": NVFP4_BLOCK}
 
 
@@ -23,7 +23,7 @@ class PrecisionOptions:
         block_size: inputs that share a scale, 0 for a row (int8, int4).
         activations: between the products, and in caches.
         symmetric: integer codes without zero points; TensorRT takes no others.
-        exact: on the CPU only kernels that give a row the same result whatever the number of rows, so that
+        exact: on the CPU compute even numbers of rows, which give a row the same result whatever their number, so that
             speculative decoding has plain decoding's tokens.
     """
 
