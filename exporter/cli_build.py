@@ -6,17 +6,22 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from specexport.engines.tensorrt_module import BACKENDS
 from specexport.exporter.cli import echo_json, threads_option
+from specexport.exporter.cli_compile import echo_plans
 from specexport.exporter.cli_inspect import echo_table, size
 from specexport.exporter.doctor import require_export
 from specexport.exporter.heads.trees import TREES, read_tree
 from specexport.exporter.progress import Progress
 from specexport.runtime.drafters import DRAFTERS, NO_DRAFTER
 from specexport.runtime.manifest import DTYPES, PRECISIONS
+
+if TYPE_CHECKING:
+    from specexport.exporter.compile import CompileOptions
 
 #: ``NAME:VALUE``.
 _DRAFTER_VALUE = re.compile(r"([a-z0-9][a-z0-9_-]{0,63}):(.+)")
@@ -87,7 +92,7 @@ class PerDrafter(click.ParamType[tuple[str | None, Any]]):
     "--exact/--no-exact",
     default=True,
     show_default=True,
-    help="On the CPU use kernels only whose results do not depend on the number of drafts.",
+    help="On the CPU compute rows so that they do not depend on the number of drafts.",
 )
 @click.option(
     "--window",
@@ -146,10 +151,14 @@ class PerDrafter(click.ParamType[tuple[str | None, Any]]):
     multiple=True,
     help="Drafted nodes of a tree. [default: 15]",
 )
+@click.option(
+    "--backend", type=click.Choice(list(BACKENDS)), help="Also compile plans, as 'compile' does. [default: --profile's]"
+)
+@click.option("--profile", metavar="NAME|FILE", help="Device to compile for; also gives the default precision.")
 @click.option("--overwrite", is_flag=True, help="Replace a bundle that is already there.")
 @threads_option
 @click.option("--json", "as_json", is_flag=True, help="Print path, stage times and peak memory as JSON.")
-def build(as_json: bool, threads: int, **options: Any) -> None:
+def build(as_json: bool, threads: int, backend: str | None, profile: str | None, **options: Any) -> None:
     """Export SOURCE (a directory, a hub id or a GGUF file) to a self-contained bundle.
 
     --tree and --draft-... are for all heads and the draft model; NAME:VALUE is for one of them, such as
@@ -165,6 +174,7 @@ def build(as_json: bool, threads: int, **options: Any) -> None:
 
         torch.set_num_threads(threads)
     chosen = {name: value for name, value in options.items() if value is not None}
+    plans = None if backend is None and profile is None else _plans(chosen, backend, profile)
     names = ("precision", "lm_head", "embedding", "block_size", "activations", "exact")
     formats = {name: chosen.pop(name) for name in names if name in chosen}
     precision = PrecisionOptions(**formats, symmetric=not chosen.pop("asymmetric"))
@@ -176,10 +186,34 @@ def build(as_json: bool, threads: int, **options: Any) -> None:
     named = {drafter: replace(draft, **shape) for drafter, shape in shapes.items() if drafter is not None}
     request = pipeline.BuildOptions(**chosen, precision=precision, draft=draft, named_drafts=named)
     result = pipeline.build(request, Progress())
-    if as_json:
-        echo_json({"bundle": str(result.bundle.path), "stages": result.stages, "peak_rss_bytes": result.peak_rss_bytes})
-    else:
+    facts = {"bundle": str(result.bundle.path), "stages": result.stages, "peak_rss_bytes": result.peak_rss_bytes}
+    if not as_json:
         echo_table({"bundle": result.bundle.path, "peak memory": size(result.peak_rss_bytes)})
+    if plans is not None:
+        from specexport.exporter.compile import compile_bundle, describe
+
+        compiled = compile_bundle(plans, Progress())
+        facts |= {"engines": str(compiled.folder), "graphs": describe(compiled)}
+        if not as_json:
+            echo_plans(compiled)
+    if as_json:
+        echo_json(facts)
+
+
+def _plans(chosen: dict[str, Any], backend: str | None, profile: str | None) -> CompileOptions:
+    """What to compile after a build, checked before it; its defaults go into ``chosen``."""
+    from specexport.engines.tensorrt_module import open_compiler
+    from specexport.exporter.compile import CompileOptions
+    from specexport.profiles.schema import load_profile
+
+    if profile is None:
+        raise click.UsageError(f"--backend {backend} needs --profile: see 'specexport profiles list'")
+    device = load_profile(profile)
+    open_compiler(backend or device.backend)
+    chosen.setdefault("precision", device.precision)
+    if chosen["precision"] not in DTYPES:
+        chosen.setdefault("activations", "fp16")
+    return CompileOptions(chosen["output"], profile, backend)
 
 
 @click.command
@@ -192,6 +226,10 @@ def build(as_json: bool, threads: int, **options: Any) -> None:
 @click.option("--prompts", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="One prompt a line.")
 @click.option("--engine", help="Engine to run on. [default: the bundle's]")
 @click.option(
+    "--backend", metavar="ENGINE", help="Instead compare this engine's outputs with the exported graph's, call by call."
+)
+@click.option("--layers", is_flag=True, help="Of --backend: also every tensor inside; name the first that is off.")
+@click.option(
     "--quality", is_flag=True, help="Instead measure perplexity, and agreement with --checkpoint or --reference."
 )
 @click.option("--text", type=click.Path(path_type=Path), metavar="FILE", help="Of --quality: text, plain or gzip.")
@@ -201,11 +239,18 @@ def build(as_json: bool, threads: int, **options: Any) -> None:
 @click.option("--stride", type=click.IntRange(min=1), metavar="N", help="Of --quality: tokens from window to window.")
 @threads_option
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def verify(as_json: bool, quality: bool, **options: Any) -> int:
+def verify(as_json: bool, quality: bool, backend: str | None, layers: bool, **options: Any) -> int:
     """Check a bundle's logits and tokens against a recompute, write report.json; exit 1 when a check fails.
 
-    With --quality, measure instead how good the model still is: report.json keeps both.
+    With --quality, measure instead how good the model still is: report.json keeps both. With --backend, find where an
+    engine departs from the exported graph on onnxruntime-cpu.
     """
+    if backend is not None:
+        if quality or any(value for name, value in options.items() if name not in ("bundle", "threads")):
+            raise click.UsageError("--backend goes with --layers, --threads and --json alone")
+        return _backend(as_json, options["bundle"], backend, options["threads"], layers)
+    if layers:
+        raise click.UsageError("--layers is for --backend: add it")
     if options["checkpoint"]:
         require_export("verify --checkpoint")
     measured = {name: options.pop(name) for name in ("text", "reference", "tokens", "window", "stride")}
@@ -241,3 +286,24 @@ def _quality(as_json: bool, options: dict[str, Any]) -> int:
     else:
         echo_table({name: f"{value:.5g}" if isinstance(value, float) else value for name, value in report.items()})
     return 0
+
+
+def _backend(as_json: bool, bundle: Path, backend: str, threads: int, layers: bool) -> int:
+    if layers:
+        require_export("verify --layers")
+    from specexport.exporter.backend_check import compare
+
+    found = compare(bundle, backend, threads=threads, layers=layers, progress=Progress())
+    if as_json:
+        echo_json(found.to_dict())
+        return 0 if found.passed else 1
+    for name, worst in found.outputs.items():
+        verdict = "passed" if worst.relative <= found.limit else "FAILED"
+        click.echo(f"{verdict}  {name}: {worst.relative:g} (limit {found.limit:g}), most in {worst.where}")
+    if found.first is not None:
+        off = found.layers[found.first].relative
+        click.echo(f"FAILED  first tensor that is off: {found.first} of {found.operators[found.first]}, by {off:g}")
+    elif layers:
+        click.echo(f"passed  {len(found.layers)} tensors inside")
+    click.echo("passed" if found.passed else "FAILED")
+    return 0 if found.passed else 1

@@ -43,7 +43,10 @@ def echo_columns(lines: Sequence[Sequence[str]], align: str = "<") -> None:
 @click.option("--target", "paired", metavar="SOURCE", help="For heads: the target to read and check them with.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def inspect(bundle: Path, full: bool, paired: str | None, as_json: bool) -> None:
-    """Show what a bundle holds, what a checkpoint is, or what heads in a directory (or hub id, with --target) are."""
+    """Show what a bundle or its engines hold, what a checkpoint is, or what heads (a hub id: with --target) are."""
+    if paired is None and (plans := _plans(bundle)):
+        _inspect_plans(*plans, full, as_json)
+        return
     if paired is None and _is_checkpoint(bundle):
         _inspect_checkpoint(str(bundle), as_json)
         return
@@ -86,6 +89,49 @@ def inspect(bundle: Path, full: bool, paired: str | None, as_json: bool) -> None
     )
     click.echo()
     echo_table({name: size(file["bytes"]) for name, file in manifest["files"].items()})
+
+
+def _plans(path: Path) -> tuple[Path, list[str]] | None:
+    """The folder, and the graphs, of plans that ``path`` names: a folder of them, a plan, or its record."""
+    from specexport.engines.plan import PLAN_SUFFIX, RECORD_SUFFIX, plan_graphs
+
+    if path.is_dir():
+        return (path, graphs) if (graphs := plan_graphs(path)) else None
+    for suffix in (RECORD_SUFFIX, PLAN_SUFFIX):
+        if path.name.endswith(suffix):
+            return path.parent, [path.name.removesuffix(suffix) + ".onnx"]
+    return None
+
+
+def _inspect_plans(folder: Path, graphs: list[str], full: bool, as_json: bool) -> None:
+    from specexport.engines.plan import check_plan, read_plan
+    from specexport.runtime.records import plain
+
+    records = [read_plan(folder, graph) for graph in graphs]
+    for record in records if full else ():
+        check_plan(folder, record)
+    if as_json:
+        echo_json({"engines": str(folder), "graphs": [plain(record) for record in records]})
+        return
+    for number, record in enumerate(records):
+        if number:
+            click.echo()
+        sizes = [" ".join(f"{name}={value}" for name, value in p.dims.items()) or "fixed" for p in record.profiles]
+        echo_table(
+            {
+                "plan": folder / record.plan,
+                "compiled from": record.graph,
+                "by": f"{record.module} {record.version}, {record.build_seconds:.0f} s",
+                "runs on": f"capability {', '.join(record.capabilities)}",
+                "size": size(record.bytes),
+                "peak memory": f"{size(record.peak_rss_bytes)} when compiled",
+                "precision": f"{record.weights} weights, {record.activations} activations",
+                "attention": f"{record.attention_fused} of {record.layers} layers fused",
+                "caches": f"{record.cache_in_place} of {record.cache_tensors} updated in place, {record.slots} slots",
+                "plugins": ", ".join(record.plugins) or "none",
+                **{f"profile {index}": text for index, text in enumerate(sizes)},
+            }
+        )
 
 
 def _draft_model(drafter: dict[str, Any]) -> str:

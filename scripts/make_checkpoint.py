@@ -3,6 +3,7 @@
 Its text is noise; it exists to measure export and engines at sizes that are not on this machine.
 
     python scripts/make_checkpoint.py tinyllama-1.1b -o /tmp/tinyllama --dtype bf16
+    python scripts/make_checkpoint.py llama-3.1-8b -o /tmp/llama-8b --dtype gptq      # layers in int4, 5.7 GB
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+#: ``gptq``: the layers' matrices in symmetric int4, groups of 128, everything else fp16.
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "gptq": torch.float16}
+GROUP = 128
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False}
 
 
 def tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -74,16 +78,30 @@ def tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "lm_head.weight", (config["vocab_size"], hidden)
 
 
-def write(shape: str, folder: Path, dtype: torch.dtype, shard_bytes: int, seed: int = 0) -> None:
+def gptq(name: str, rows: int, inputs: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Random codes of a matrix as GPTQ stores them; scales keep the values' spread at one over root of the inputs."""
+    words = torch.randint(-(1 << 31), (1 << 31), (inputs // 8, rows), dtype=torch.int32, generator=generator)
+    zeros = torch.full((inputs // GROUP, rows // 8), 0x77777777, dtype=torch.int32)  # 8, stored as one less
+    scales = torch.full((inputs // GROUP, rows), inputs**-0.5 / 4.6, dtype=torch.float16)
+    module = name.removesuffix("weight")
+    return {f"{module}qweight": words, f"{module}qzeros": zeros, f"{module}scales": scales}
+
+
+def write(shape: str, folder: Path, kind: str, shard_bytes: int, seed: int = 0) -> None:
     """Write the checkpoint; at most one shard is in memory."""
-    config = SHAPES[shape] | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    dtype = DTYPES[kind]
+    config = (
+        SHAPES[shape]
+        | ({"quantization_config": GPTQ} if kind == "gptq" else {})
+        | {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
+    )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -106,13 +124,13 @@ def write(shape: str, folder: Path, dtype: torch.dtype, shard_bytes: int, seed: 
         size = 0
 
     for name, dims in tensors(config):
-        tensor = torch.empty(dims, dtype=dtype)
-        if len(dims) == 1:
-            tensor.fill_(1)
+        if kind == "gptq" and name.endswith("_proj.weight"):
+            new = gptq(name, *dims, generator)
         else:
-            tensor.normal_(0, dims[1] ** -0.5, generator=generator)
-        shard[name] = tensor
-        size += tensor.numel() * tensor.element_size()
+            tensor = torch.empty(dims, dtype=dtype)
+            new = {name: tensor.fill_(1) if len(dims) == 1 else tensor.normal_(0, dims[1] ** -0.5, generator=generator)}
+        shard |= new
+        size += sum(tensor.nbytes for tensor in new.values())
         if size >= shard_bytes:
             flush()
     if shard:
@@ -127,7 +145,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--shard-mb", type=int, default=512)
     arguments = parser.parse_args()
-    write(arguments.shape, arguments.output, DTYPES[arguments.dtype], arguments.shard_mb << 20)
+    write(arguments.shape, arguments.output, arguments.dtype, arguments.shard_mb << 20)
 
 
 if __name__ == "__main__":
