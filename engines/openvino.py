@@ -12,6 +12,7 @@ logits of a call of several nodes are not bit for bit those of plain decoding.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,15 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from specexport.engines.openvino_model import COLUMNS, CONSTANT_INPUTS, DEAD, first_reason, read_target, smallest_block
+from specexport.engines.openvino_model import (
+    COLUMNS,
+    CONSTANT_INPUTS,
+    DEAD,
+    INPUTS,
+    first_reason,
+    read_target,
+    smallest_block,
+)
 from specexport.engines.ort import TARGET_FILE, OrtGraph, open_graph
 from specexport.runtime import contract
 from specexport.runtime.errors import BundleError, SpecExportError, UsageError
@@ -87,15 +96,7 @@ class OpenVinoEngine:
         model, (_, self._heads, self.slots, self._width), self._codes = read_target(path)
         self._bundle_path, self._threads = bundle_path, threads
         self._open = partial(OpenVinoEngine, bundle_path, threads=threads, quantize_activations=quantize_activations)
-        group = min(ACTIVATION_GROUP, smallest_block(model) or ACTIVATION_GROUP) if quantize_activations else 0
-        config = {
-            "PERFORMANCE_HINT": "LATENCY",
-            "NUM_STREAMS": 1,
-            "INFERENCE_NUM_THREADS": threads or physical_cores(),
-            "INFERENCE_PRECISION_HINT": "f32",
-            "KV_CACHE_PRECISION": "f32",
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(group),
-        }
+        config = _config(model, threads, quantize_activations)
         try:
             self._request = ov.Core().compile_model(model, "CPU", config).create_infer_request()
         except Exception as error:  # OpenVINO's exceptions share no base of their own
@@ -176,6 +177,46 @@ class OpenVinoEngine:
                 copy[:, places >= 0] = cache[0][:, places[places >= 0]]
             found.append(copy)
         return found
+
+
+def _config(model: ov.Model, threads: int, quantize_activations: bool) -> dict[str, Any]:
+    group = min(ACTIVATION_GROUP, smallest_block(model) or ACTIVATION_GROUP) if quantize_activations else 0
+    return {
+        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": 1,
+        "INFERENCE_NUM_THREADS": threads or physical_cores(),
+        "INFERENCE_PRECISION_HINT": "f32",
+        "KV_CACHE_PRECISION": "f32",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(group),
+    }
+
+
+def trace(
+    path: Path,
+    names: Iterable[str],
+    inputs: Mapping[str, NDArray[Any]],
+    *,
+    threads: int = 0,
+    quantize_activations: bool = True,
+) -> dict[str, NDArray[Any]]:
+    """Inner tensors of a target in a call from empty caches: those of ``names`` that the converted model has.
+
+    Args:
+        inputs: of the exported graph; the caches' and the commit's are not looked at.
+    """
+    model, _, _codes = read_target(path)
+    kept = {name for node in model.get_ops() for output in node.outputs() for name in output.get_names()}
+    have = {name for output in model.outputs for name in output.get_names()}
+    wanted = [name for name in names if name in kept and name not in have]
+    model.add_outputs(wanted)
+    fed = {name: inputs[name] for name in INPUTS} | {COLUMNS: np.arange(inputs[contract.TOKENS].shape[1])}
+    try:
+        compiled = ov.Core().compile_model(model, "CPU", _config(model, threads, quantize_activations))
+        request = compiled.create_infer_request()
+        request.infer({**fed, **CONSTANT_INPUTS})
+    except Exception as error:  # see above
+        raise SpecExportError(f"{path}: openvino {ov.__version__} failed: {first_reason(error)}") from error
+    return {name: request.get_tensor(name).data.copy() for name in wanted}
 
 
 def load_cpu(bundle_path: Path, *, threads: int = 0) -> OpenVinoEngine:

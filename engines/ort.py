@@ -1,4 +1,4 @@
-"""ONNX Runtime: the embedded default on CPUs, and CUDA by the same code.
+"""ONNX Runtime: the embedded default on CPUs, and other providers (``engines.ort_providers``) by the same code.
 
 Caches live in buffers of ours that are bound once as both past and present, so a step moves no cache. On the CPU the
 bundle carries a lowered graph (``exporter.passes.grouped_query``) whose step cost follows the used rows, and a small
@@ -8,7 +8,7 @@ commit graph for the steps in which accepted rows have to move.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from specexport.engines.ort_providers import CPU, CUDA, TENSORRT, TENSORRT_RTX, Provider
 from specexport.runtime import contract
 from specexport.runtime.errors import BundleError, SpecExportError, UsageError
 from specexport.runtime.machine import physical_cores as physical_cores
@@ -131,18 +132,23 @@ class _Caches:
 
 
 class _Plan:
-    """Input and output buffers of one call shape (T nodes, R rows of logits, A moved rows), bound once."""
+    """Input and output buffers of one call shape (T nodes, R rows of logits, A moved rows), bound once.
+
+    ``logits`` and ``features`` have as many rows as the engine computes, which may be one more than asked for.
+    """
 
     def __init__(self, engine: OrtEngine, nodes: int, rows: int, accepted: int) -> None:
         self.binding = engine._session.io_binding()
         engine._caches.bind(self.binding)
+        computed, rows = engine._computed(nodes), engine._computed(rows)
         self.buffers: dict[str, NDArray[Any]] = {
-            contract.TOKENS: np.zeros((1, nodes), np.int64),
-            contract.POSITIONS: np.zeros((1, nodes), np.int64),
-            contract.TREE: np.zeros((1, nodes, nodes), np.bool_),
+            contract.TOKENS: np.zeros((1, computed), np.int64),
+            contract.POSITIONS: np.zeros((1, computed), np.int64),
+            contract.TREE: np.zeros((1, computed, computed), np.bool_),
             contract.PAST: np.zeros(1, np.int64),
             contract.SELECT: np.zeros(rows, np.int64),
         }
+        self.buffers[contract.TREE][0, nodes:, nodes:] = True  # nobody else sees the last node's double
         if not engine._lowered:
             self.buffers |= {
                 contract.WRITE: np.zeros(1, np.int64),
@@ -155,8 +161,15 @@ class _Plan:
         self.logits = engine._row_buffer[:rows]
         self.binding.bind_ortvalue_output(contract.LOGITS, ort.OrtValue.ortvalue_from_numpy(self.logits))
         if engine.features_size:
-            self.features = np.zeros((1, nodes, engine.features_size), engine._caches.dtype)
+            self.features = np.zeros((1, computed, engine.features_size), engine._caches.dtype)
             self.binding.bind_ortvalue_output(contract.FEATURES, ort.OrtValue.ortvalue_from_numpy(self.features))
+
+
+def _fill(buffer: NDArray[Any], rows: NDArray[Any]) -> None:
+    """Copy rows into a buffer; where it has one more, that is the last again."""
+    buffer[: len(rows)] = rows
+    if len(buffer) > len(rows):
+        buffer[-1] = rows[-1]
 
 
 class OrtGraph:
@@ -185,11 +198,16 @@ class OrtGraph:
         return {name: value.numpy() for name, value in zip(self._names, results, strict=True)}
 
 
-def open_graph(
-    path: Path, threads: int = 0, providers: Sequence[Any] = ("CPUExecutionProvider",), device: str = "cpu"
-) -> OrtGraph:
+def open_graph(path: Path, threads: int = 0, provider: Provider = CPU) -> OrtGraph:
     """A drafter's graph, also for targets on engines that have none of their own."""
-    return OrtGraph(_open(path, _options(threads), list(providers)), device)
+    return OrtGraph(_load(path, _options(threads), provider), provider.device)
+
+
+def _load(path: Path, options: ort.SessionOptions, provider: Provider) -> ort.InferenceSession:
+    """A session that really runs on the provider."""
+    session = _open(path, options, provider.configure(options))
+    provider.confirm(session, path)
+    return session
 
 
 class OrtEngine:
@@ -198,10 +216,12 @@ class OrtEngine:
     Args:
         bundle_path: root of a bundle.
         threads: intra-op threads, 0 for one per physical core.
-        cuda: run on the CUDA provider instead of the CPU's.
+        provider: what runs it.
         lowered: on the CPU, use the lowered graph where the bundle has one.
         optimize: let ONNX Runtime fuse operators; without, the graph runs as written (references).
         graph: file of the target in the bundle.
+        exact: give the lowered graph even numbers of rows, so that a row does not depend on how many share its call
+            (``exporter.passes.grouped_query`` says why). Attention then pays two rows for one.
     """
 
     def __init__(
@@ -209,33 +229,29 @@ class OrtEngine:
         bundle_path: Path,
         *,
         threads: int = 0,
-        cuda: bool = False,
+        provider: Provider = CPU,
         lowered: bool = True,
         optimize: bool = True,
         graph: str = TARGET_FILE,
+        exact: bool = True,
     ) -> None:
         if threads < 0:
             raise UsageError(f"threads must be 0 (automatic) or more, got {threads}")
-        providers: list[Any] = ["CUDAExecutionProvider"] if cuda else ["CPUExecutionProvider"]
-        missing = [name for name in providers if name not in ort.get_available_providers()]
-        if missing:
-            raise UsageError(
-                f"onnxruntime {ort.__version__} has no {missing[0]}: install the GPU build with "
-                "'pip install onnxruntime-gpu' or choose the engine onnxruntime-cpu"
-            )
         lowered_file, commit_file = cpu_files(graph)
-        self._lowering = lowered and not cuda
+        self._lowering = lowered and provider is CPU
         self._lowered = self._lowering and (bundle_path / lowered_file).is_file()
+        self._even = exact and self._lowered
         path = bundle_path / (lowered_file if self._lowered else graph)
-        self._open = partial(OrtEngine, bundle_path, threads=threads, cuda=cuda, lowered=lowered, optimize=optimize)
+        self._open = partial(
+            OrtEngine, bundle_path, threads=threads, provider=provider, lowered=lowered, optimize=optimize
+        )
         options = _options(threads)
         if not optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
-        self._bundle_path, self._threads, self._providers = bundle_path, threads, providers
-        self._session = _open(path, options, providers)
+        self._bundle_path, self._threads, self._provider = bundle_path, threads, provider
+        self._session = _load(path, options, provider)
         _check_target(self._session, path, LOWERED_INPUTS if self._lowered else contract.STEP_INPUTS)
-        self._device = "cuda" if cuda else "cpu"
-        self._caches = _Caches(self._session, self._device)
+        self._caches = _Caches(self._session, provider.device)
         self.slots = self._caches.shape[2] - (CPU_SPARE_ROWS if self._lowered else 0)
         outputs = {value.name: value for value in self._session.get_outputs()}
         self.vocab_size = int(outputs[contract.LOGITS].shape[1])
@@ -243,14 +259,18 @@ class OrtEngine:
         self._plans: dict[tuple[int, int, int], _Plan] = {}
         self._row_buffer = np.zeros((0, self.vocab_size), np.float32)
         if self._lowered:
-            self._commit_session = _open(bundle_path / commit_file, _options(1), providers)
+            self._commit_session = _load(bundle_path / commit_file, _options(1), provider)
             self._commit_binding = self._commit_session.io_binding()
             self._caches.bind(self._commit_binding)
 
+    def _computed(self, rows: int) -> int:
+        """How many rows stand for so many; a prompt that fills all slots is the same call whoever makes it."""
+        return rows + rows % 2 if self._even and rows < self.slots else rows
+
     def _plan(self, nodes: int, rows: int, accepted: int) -> _Plan:
         """The bound buffers of one call shape. All shapes share one logits buffer, as wide as the widest so far."""
-        if rows > len(self._row_buffer):
-            self._row_buffer = np.zeros((rows, self.vocab_size), np.float32)
+        if (computed := self._computed(rows)) > len(self._row_buffer):
+            self._row_buffer = np.zeros((computed, self.vocab_size), np.float32)
             self._plans.clear()
         key = (nodes, rows, accepted)
         plan = self._plans.pop(key, None) or _Plan(self, nodes, rows, accepted)
@@ -280,33 +300,33 @@ class OrtEngine:
         if self._lowered and len(commit):
             self._move(np.ascontiguousarray(commit, np.int64), write)
         plan = self._plan(len(tokens), len(select), 0 if self._lowered else len(commit))
-        buffers = plan.buffers
-        buffers[contract.TOKENS][0] = tokens
-        buffers[contract.POSITIONS][0] = positions
-        buffers[contract.TREE][0] = tree
+        buffers, nodes, rows = plan.buffers, len(tokens), len(select)
+        _fill(buffers[contract.TOKENS][0], tokens)
+        _fill(buffers[contract.POSITIONS][0], positions)
+        _fill(buffers[contract.TREE][0, :, :nodes], tree)
+        _fill(buffers[contract.SELECT], select)
         buffers[contract.PAST][0] = past
-        buffers[contract.SELECT][:] = select
         if not self._lowered:
             buffers[contract.WRITE][0] = write
             buffers[contract.COMMIT][:] = commit
         _run(self._session, plan.binding)
-        self._last = plan
-        return plan.logits
+        self._last, self._nodes = plan, nodes
+        return plan.logits[:rows]
 
     def features(self) -> NDArray[Any]:
         """See :meth:`specexport.runtime.engine.TargetEngine.features`."""
-        found: NDArray[Any] = self._last.features[0]
+        found: NDArray[Any] = self._last.features[0, : self._nodes]
         return found
 
     def open_graph(self, name: str) -> OrtGraph:
         """See :meth:`specexport.runtime.engine.TargetEngine.open_graph`."""
         lowered = self._bundle_path / cpu_files(name)[0]
         path = lowered if self._lowering and lowered.is_file() else self._bundle_path / name
-        return open_graph(path, self._threads, self._providers, self._device)
+        return open_graph(path, self._threads, self._provider.heads or self._provider)
 
     def open_target(self, name: str) -> OrtEngine:
         """See :meth:`specexport.runtime.engine.TargetEngine.open_target`."""
-        return self._open(graph=name)
+        return self._open(graph=name, exact=False)  # what it computes is a guess, whatever the width
 
     def reset(self) -> None:
         self._caches.zero()
@@ -321,18 +341,29 @@ def load_cpu(bundle_path: Path, *, threads: int = 0) -> OrtEngine:
     Raises:
         UsageError: the bundle's weights are in a format that only GPUs multiply with.
     """
-    manifest = bundle_path / MANIFEST_NAME
+    manifest, exact = bundle_path / MANIFEST_NAME, True
     if manifest.is_file():
         precision = Manifest.from_json(manifest.read_bytes()).target.precision
+        exact = precision.exact
         for name in ("weights", "lm_head", "embedding"):
             if (form := getattr(precision, name)) in GPU_FORMATS:
                 raise UsageError(
                     f"{bundle_path}: {name} {form}: onnxruntime-cpu multiplies with fp32, fp16, bf16, int8 and int4; "
                     "build the bundle with --precision int4 or int8 for this engine"
                 )
-    return OrtEngine(bundle_path, threads=threads)
+    return OrtEngine(bundle_path, threads=threads, exact=exact)
 
 
 def load_cuda(bundle_path: Path, *, threads: int = 0) -> OrtEngine:
     """Entry point ``onnxruntime-cuda``."""
-    return OrtEngine(bundle_path, threads=threads, cuda=True)
+    return OrtEngine(bundle_path, threads=threads, provider=CUDA)
+
+
+def load_tensorrt(bundle_path: Path, *, threads: int = 0) -> OrtEngine:
+    """Entry point ``onnxruntime-tensorrt``; compiles at first use."""
+    return OrtEngine(bundle_path, threads=threads, provider=TENSORRT)
+
+
+def load_tensorrt_rtx(bundle_path: Path, *, threads: int = 0) -> OrtEngine:
+    """Entry point ``onnxruntime-tensorrt-rtx``; compiles at first use."""
+    return OrtEngine(bundle_path, threads=threads, provider=TENSORRT_RTX)

@@ -14,6 +14,7 @@ from typing import Any
 
 from specexport.runtime.engine import ENTRY_POINT_GROUP
 from specexport.runtime.errors import SpecExportError
+from specexport.runtime.machine import cpu_model
 
 #: Instruction sets that decide how fast a CPU decodes, by their name in /proc/cpuinfo (x86, then Arm).
 CPU_FEATURES = (
@@ -23,9 +24,19 @@ CPU_FEATURES = (
 #: Optional packages that are reported when present.
 OPTIONAL = ("transformers", "optimum-onnx", "openvino", "tensorrt", "tensorrt-rtx", "onnxruntime-gpu")
 #: What an engine needs from ONNX Runtime.
-_PROVIDERS = {"onnxruntime-cpu": "CPUExecutionProvider", "onnxruntime-cuda": "CUDAExecutionProvider"}
-#: Packages of other engines.
-_PACKAGES = {"openvino-cpu": "openvino", "openvino-cpu-f32": "openvino"}
+_PROVIDERS = {
+    "onnxruntime-cpu": "CPUExecutionProvider",
+    "onnxruntime-cuda": "CUDAExecutionProvider",
+    "onnxruntime-tensorrt": "TensorrtExecutionProvider",
+}
+#: Modules of other engines.
+_MODULES = {
+    "onnxruntime-tensorrt-rtx": "onnxruntime_ep_nv_tensorrt_rtx",
+    "openvino-cpu": "openvino",
+    "openvino-cpu-f32": "openvino",
+    "tensorrt": "tensorrt",
+    "tensorrt-rtx": "tensorrt_rtx",
+}
 
 
 class MissingPackage(SpecExportError):
@@ -77,7 +88,7 @@ def examine(cache: Path) -> dict[str, Any]:
     }
     missing = {verb: [name for name in names if not installed(name)] for verb, (names, _) in wanted.items()}
     providers = _providers()
-    total, available = _memory()
+    total, available = memory_sizes()
     return {
         "specexport": installed("specexport"),
         "python": {"version": platform.python_version(), "executable": sys.executable},
@@ -90,7 +101,7 @@ def examine(cache: Path) -> dict[str, Any]:
         "providers": providers,
         "engines": {
             point.name: _PROVIDERS.get(point.name, "") in ("", *providers)
-            and (point.name not in _PACKAGES or installed(_PACKAGES[point.name]) is not None)
+            and (point.name not in _MODULES or find_spec(_MODULES[point.name]) is not None)
             for point in sorted(entry_points(group=ENTRY_POINT_GROUP))
         },
         "can": {verb: not names for verb, names in missing.items()},
@@ -112,9 +123,8 @@ def _cpu() -> dict[str, Any]:
     text = _text("/proc/cpuinfo")
     listed = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
     flags = set(listed[1].split()) if listed else set()
-    model = re.search(r"^(?:model name|Model)\s*:\s*(.*)$", text, re.MULTILINE)
     return {
-        "model": model[1] if model else platform.processor() or platform.machine(),
+        "model": cpu_model(),
         "logical_cores": os.cpu_count() or 1,
         "physical_cores": _physical_cores(),
         "features": [name for name in CPU_FEATURES if name in flags],
@@ -129,7 +139,7 @@ def _physical_cores() -> int | None:
     return physical_cores()
 
 
-def _memory() -> tuple[int | None, int | None]:
+def memory_sizes() -> tuple[int | None, int | None]:
     """Total and available memory in bytes."""
     sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _text("/proc/meminfo"), re.MULTILINE))
     total, available = sizes.get("MemTotal"), sizes.get("MemAvailable")

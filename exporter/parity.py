@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specexport.runtime.cache import CacheRows
-from specexport.runtime.engine import TargetEngine
+from specexport.runtime.engine import TargetEngine, widest_of
 from specexport.runtime.tree import Tree
 
 #: Logits [len, V] of every position of a sequence, from scratch.
@@ -90,13 +90,14 @@ class Follower:
         return Tree(np.array(self.draw(size), np.int64), parents)
 
     def fill(self) -> None:
-        """Go on to one slot before the last, with a tree that reaches the last one on the way."""
-        slots = self.engine.slots
+        """Go on to one slot before the last, with trees that reach the last one where the engine takes any so near."""
+        slots, widest = self.engine.slots, widest_of(self.engine)
         while slots - self.rows.past > 6:
-            tree = self.random_tree(6)
-            self.step(tree, tree.path(int(self.rng.integers(1, 6))))
+            size = min(6, widest(self.rows.past))
+            tree = self.random_tree(size)
+            self.step(tree, tree.path(int(self.rng.integers(min(1, size - 1), size))))
         if slots - self.rows.past > 1:
-            self.step(self.random_tree(slots - self.rows.past), [0])
+            self.step(self.random_tree(widest(self.rows.past)), [0])
         while slots - self.rows.past > 1:
             self.settle()
 

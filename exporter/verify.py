@@ -193,10 +193,11 @@ def _logits(bundle: Bundle, make_engine: Callable[[], TargetEngine], threads: in
 
     found = exercise(make_engine, recompute, vocab=target.valid_vocab, to_the_end=target.slots <= 256)
     for name, worst in zip(("logits_teacher_forced", "cache_equals_fresh_prefill"), found, strict=True):
-        yield _deviation(name, worst, _limit(target))
+        yield _deviation(name, worst, limit_of(target))
 
 
-def _limit(target: TargetInfo) -> float:
+def limit_of(target: TargetInfo) -> float:
+    """Largest relative difference of logits, features and caches that counts as rounding."""
     precision = target.precision
     return CODES_LIMIT if precision.quantized else LIMITS[precision.activations]
 
@@ -261,7 +262,7 @@ def _within_rounding(
 ) -> str | None:
     """By how much the tokens of a differing run miss plain ones, None where that is more than rounding."""
     target = bundle.manifest.target
-    bound = _limit(target)
+    bound = limit_of(target)
     logits = _forward(engine, prompt + output[:-1], len(prompt) - 1)
     turned = turned_tokens(
         logits,
@@ -295,7 +296,7 @@ def _transformers(bundle: Bundle, engine: TargetEngine, model: Any, prompts: lis
     import torch
 
     target = bundle.manifest.target
-    limit = _limit(target)
+    limit = limit_of(target)
     worst = Deviation()
     wrong: list[str] = []
     for index, prompt in enumerate(prompts):

@@ -14,15 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from specexport.runtime.sampling import Sampler
+from specexport.runtime.summary import Row
 from specexport.runtime.tree import Tree
 
 #: Chosen token's log-probability and the best ``(token, log-probability)`` pairs, see Sampler.logprobs_of.
 Logprobs = tuple[float, list[tuple[int, float]]]
-RowOf = Callable[[int], NDArray[np.float32]]
+RowOf = Callable[[int], Row]
 Stop = Callable[[int], bool]
 
 
@@ -62,7 +60,7 @@ class Acceptor(Protocol):
 
         Args:
             tree: the verified tree; its root's token is the last one in the sampler's history.
-            row_of: logits float32 [V] of a node.
+            row_of: logits float32 [V] of a node, maybe still on a device.
             sampler: gets every emitted token pushed, one by one, before the next is decided.
             position: absolute position of the root. The token picked at depth d has position + d + 1.
             limit: most tokens to emit (None: no limit), 1 or more.
@@ -85,7 +83,7 @@ def match(
     for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)):
         children.setdefault((parent, token), node)  # of siblings with the same token the first counts
 
-    def choose(node: int, row: NDArray[np.float32], place: int) -> tuple[int, int | None]:
+    def choose(node: int, row: Row, place: int) -> tuple[int, int | None]:
         token = sampler.pick(row, place)
         return token, children.get((node, token))
 
@@ -93,7 +91,7 @@ def match(
 
 
 def walk(
-    choose: Callable[[int, NDArray[np.float32], int], tuple[int, int | None]],
+    choose: Callable[[int, Row, int], tuple[int, int | None]],
     row_of: RowOf,
     sampler: Sampler,
     position: int,

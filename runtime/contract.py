@@ -40,6 +40,9 @@ ORDER = "order"
 SELECT = "select"
 LOGITS = "logits"
 FEATURES = "features"
+#: Outputs that a lowering for devices adds (``exporter.passes.summary``): float32 and int64 [R, k], the best k of each
+#: row of logits without its padding.
+TOP_VALUES, TOP_TOKENS = "top_values", "top_tokens"
 #: Input of drafter graphs besides the target's names: what is added to the logits of each depth.
 NOISE = "noise"
 #: Outputs of drafter graphs.

@@ -6,15 +6,17 @@ and never imported from here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specexport.runtime.errors import UsageError
+from specexport.runtime.manifest import PrecisionInfo
+from specexport.runtime.summary import Row
 
 ENTRY_POINT_GROUP = "specexport.engines"
 
@@ -86,9 +88,53 @@ class TargetEngine(Protocol):
         ...
 
 
+@runtime_checkable
+class SummarisingEngine(TargetEngine, Protocol):
+    """An engine whose logits stay on a device: what decodes asks for rows that are fetched when they are needed."""
+
+    def run_rows(
+        self,
+        tokens: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        tree: NDArray[np.bool_],
+        past: int,
+        write: int,
+        commit: NDArray[np.int64],
+        select: NDArray[np.int64],
+    ) -> Sequence[Row]:
+        """As :meth:`TargetEngine.run`, but [R] rows, which the next call makes worthless."""
+        ...
+
+
+@runtime_checkable
+class StaticEngine(TargetEngine, Protocol):
+    """An engine compiled for certain widths. Chains of any length run on it, in pieces; a branching tree in one."""
+
+    def widest(self, past: int) -> int:
+        """Most nodes of a tree after ``past`` committed rows, at least 1 while a row is free."""
+        ...
+
+
+def widest_of(engine: TargetEngine) -> Callable[[int], int]:
+    """A function of the committed rows: most nodes of a tree that ``engine`` takes after them."""
+    return engine.widest if isinstance(engine, StaticEngine) else lambda past: engine.slots - past
+
+
 def width_exact(engine: TargetEngine) -> bool:
     """Whether an engine promises that a row of logits does not depend on how many rows its call has."""
     return bool(getattr(engine, "width_exact", True))
+
+
+def chains_only(precision: PrecisionInfo, engine: TargetEngine | None = None) -> bool:
+    """Whether tokens are those of plain decoding only as long as no branching tree is verified.
+
+    Columns of a branching tree add up in another order than a chain's. That is 1e-7 in a sum, but kernels with codes
+    round activations to 8 bits and make 1e-2 of it. Whoever measures or plans trees asks the same as who verifies them.
+
+    Args:
+        precision: of the target. engine: that runs it; None: one that promises what the bundle does.
+    """
+    return precision.quantized and precision.exact and (engine is None or width_exact(engine))
 
 
 class EngineFactory(Protocol):

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from specexport.runtime import gumbel
 from specexport.runtime.acceptance import Accepted, RowOf, Stop, match, walk
 from specexport.runtime.sampling import Sampler
+from specexport.runtime.summary import Row as TargetRow
 from specexport.runtime.tree import Tree
 
 Row = NDArray[np.float64]
@@ -193,7 +194,7 @@ def rejection(
         raise ValueError("the tree was not drawn from known probabilities (draft_probs)")
     judge = _judge(tree, tree.draft_probs, Uniforms(sampler.params.seed, position))
 
-    def choose(node: int, row: NDArray[np.float32], place: int) -> tuple[int, int | None]:
+    def choose(node: int, row: TargetRow, place: int) -> tuple[int, int | None]:
         return judge(node, sampler.probs(row, place))
 
     return walk(choose, row_of, sampler, position, limit, stop)

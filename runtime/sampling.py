@@ -32,8 +32,10 @@ from numpy.typing import NDArray
 from specexport.runtime import gumbel
 from specexport.runtime.errors import SpecExportError, UsageError
 from specexport.runtime.histogram import Histogram
+from specexport.runtime.ranking import highest, nucleus, winner
+from specexport.runtime.summary import FloatRow, LazyRow, Row, whole
+from specexport.runtime.summary import pick as pick_of_summary
 
-FloatRow = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -176,28 +178,34 @@ class Sampler:
         if self._counts:
             self._output.remove(token)
 
-    def pick(self, logits: FloatRow, position: int) -> int:
+    def pick(self, logits: Row, position: int) -> int:
         """The token at absolute ``position``, from the logits (float32 [V], not changed) of the position before it.
+
+        A row on a device is fetched only if its summary does not decide.
 
         Raises:
             SpecExportError: the row holds NaN or +inf, or nothing in it can be picked.
         """
-        row = self._processed(logits)
+        if isinstance(logits, LazyRow) and logits.valid == self._valid and not self._changes:
+            token = pick_of_summary(logits, self.params, position)
+            if token is not None:
+                return token
+        row = self._processed(whole(logits))
         best, top = _best(row, position)
         if self.params.temperature == 0:
             return best
         if self._truncates:
             kept, d = self._truncated(row, top)
             key = gumbel.position_key(self.params.seed, position)
-            return _winner(kept, d + gumbel.noise_of_bits(gumbel.hash_strides(key, self._strides[kept])))[1]
+            return winner(kept, d + gumbel.noise_of_bits(gumbel.hash_strides(key, self._strides[kept])))[1]
         return self._race(row, top, position)
 
-    def probs(self, logits: FloatRow, position: int) -> Float64Array:
+    def probs(self, logits: Row, position: int) -> Float64Array:
         """float64 [V]: what :meth:`pick` draws from, after steps 1 to 8; 0 for what it never picks, the sum is 1.
 
         Fails as :meth:`pick` does, and for that alone needs ``position``.
         """
-        row = self._processed(logits)
+        row = self._processed(whole(logits))
         best, top = _best(row, position)
         chances = np.zeros(self._vocab_size)
         if self.params.temperature == 0:
@@ -209,13 +217,13 @@ class Sampler:
         chances[kept] = weights / weights.sum()
         return chances
 
-    def logprobs_of(self, logits: FloatRow, token: int) -> tuple[float, list[tuple[int, float]]]:
+    def logprobs_of(self, logits: Row, token: int) -> tuple[float, list[tuple[int, float]]]:
         """Log-probability (natural log) of ``token`` and of the ``params.logprobs`` best tokens, best first.
 
         These are the model's own: the log-softmax of the raw row without its padding, before every processor and the
         temperature, so they compare across parameters.
         """
-        row = logits[: self._valid].astype(np.float64)
+        row = whole(logits)[: self._valid].astype(np.float64)
         row -= row.max()
         row -= math.log(float(np.exp(row).sum()))
         wanted = min(self.params.logprobs or 0, self._valid)
@@ -226,12 +234,20 @@ class Sampler:
         ids = ids[np.argsort(-row[ids], kind="stable")][:wanted]
         return float(row[token]), [(int(best), float(row[best])) for best in ids]
 
+    @property
+    def _holds_stops(self) -> bool:
+        return self._generated < self.params.min_tokens and len(self._stops) > 0
+
+    @property
+    def _changes(self) -> bool:
+        """Whether any of steps 1 to 4 applies."""
+        return len(self._bias) > 0 or self._repeats or self._counts or self._holds_stops
+
     def _processed(self, logits: FloatRow) -> FloatRow:
         """Steps 1 to 4: the valid part of the row itself if none applies, else a scratch copy."""
         if logits.shape != (self._vocab_size,) or logits.dtype != np.float32:
             raise ValueError(f"expected float32 [{self._vocab_size}] logits, got {logits.dtype} {list(logits.shape)}")
-        holds_stops = self._generated < self.params.min_tokens and len(self._stops) > 0
-        if not (len(self._bias) or self._repeats or self._counts or holds_stops):
+        if not self._changes:
             return logits[: self._valid]
         row, params = self._row, self.params
         np.copyto(row, logits[: self._valid])
@@ -245,7 +261,7 @@ class Sampler:
             if self._counts:
                 ids, counts = self._output.view()
                 row[ids] = row[ids] - (params.presence_penalty + params.frequency_penalty * counts)
-        if holds_stops:
+        if self._holds_stops:
             row[self._stops] = -np.inf
         return row
 
@@ -271,13 +287,9 @@ class Sampler:
                 ids, d = self._within(row, top, reach)
                 if len(ids) >= self.params.top_k:
                     break
-            ids, d = _highest(ids, d, self.params.top_k)
+            ids, d = highest(ids, d, self.params.top_k)
             if self.params.top_p < 1:
-                order = np.argsort(-d, kind="stable")
-                ids, d = ids[order], d[order]
-                mass = np.cumsum(np.exp(d))
-                keep = int(np.searchsorted(mass, self.params.top_p * mass[-1])) + 1
-                ids, d = ids[:keep], d[:keep]
+                ids, d = nucleus(ids, d, self.params.top_p)
         else:
             ids, d = self._nucleus(row, top)
         if self.params.min_p > 0:
@@ -324,7 +336,7 @@ class Sampler:
         near = min(-floor, 8.0)
         key = gumbel.position_key(self.params.seed, position)
         ids, d = self._within(row, top, near)
-        best = _winner(ids, d + gumbel.noise_of_bits(gumbel.hash_strides(key, self._strides[ids])))
+        best = winner(ids, d + gumbel.noise_of_bits(gumbel.hash_strides(key, self._strides[ids])))
         floor = max(floor, best[0] - gumbel.G_MAX - 1e-9)
         if floor >= -near:
             return best[1]
@@ -335,7 +347,7 @@ class Sampler:
         d = (row[ids].astype(np.float64) - top) / self.params.temperature
         ids, d = ids[d >= floor], d[d >= floor]
         if len(ids):
-            far = _winner(ids, d + gumbel.noise_of_bits(bits[ids]))
+            far = winner(ids, d + gumbel.noise_of_bits(bits[ids]))
             best = max(best, far, key=lambda scored: (scored[0], -scored[1]))
         return best[1]
 
@@ -380,19 +392,3 @@ def _bisect(d: Float64Array, weights: Float64Array, sure: float, goal: Float64Ar
         else:
             break
     return upper, band, mass
-
-
-def _winner(ids: IntArray, scores: Float64Array) -> tuple[float, int]:
-    """``(score, id)`` of the highest score, on a tie the lowest id."""
-    best = float(scores.max())
-    return best, int(ids[scores == best].min())
-
-
-def _highest(ids: IntArray, d: Float64Array, count: int) -> tuple[IntArray, Float64Array]:
-    """The ``count`` highest of ``d``, of equal ones the lower ids; ids stay ascending."""
-    if len(ids) <= count:
-        return ids, d
-    least = np.partition(d, len(d) - count)[len(d) - count]
-    kept = d > least
-    kept[np.flatnonzero(d == least)[: count - int(kept.sum())]] = True
-    return ids[kept], d[kept]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from specexport.runtime.acceptance import Accepted, RowOf, Stop, walk
 from specexport.runtime.sampling import Sampler
+from specexport.runtime.summary import Row
 from specexport.runtime.tree import Tree
 
 #: Medusa's values: no draft with more than EPS is refused; the flatter p, the less is asked.
@@ -47,7 +48,7 @@ def typical(
     path = _longest(tree, row_of, sampler, position, eps, alpha)
     following = dict(pairwise(path))
 
-    def choose(node: int, row: NDArray[np.float32], place: int) -> tuple[int, int | None]:
+    def choose(node: int, row: Row, place: int) -> tuple[int, int | None]:
         child = following.get(node)
         return (sampler.pick(row, place), None) if child is None else (int(tree.tokens[child]), child)
 

@@ -11,7 +11,8 @@ import pytest
 
 from specexport.runtime import gumbel
 from specexport.runtime.errors import SpecExportError, UsageError
-from specexport.runtime.sampling import _REACHES, Sampler, SamplingParams, _winner
+from specexport.runtime.ranking import winner
+from specexport.runtime.sampling import _REACHES, Sampler, SamplingParams
 
 
 def reference_kept(
@@ -250,7 +251,7 @@ def test_top_p_stops_as_soon_as_the_mass_is_reached() -> None:
 
 
 def test_equal_scores_go_to_the_lowest_id() -> None:
-    assert _winner(np.array([5, 2, 9]), np.array([1.5, 1.5, 0.0])) == (1.5, 2)
+    assert winner(np.array([5, 2, 9]), np.array([1.5, 1.5, 0.0])) == (1.5, 2)
 
 
 def test_history_decides_and_nothing_else() -> None:
