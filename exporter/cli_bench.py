@@ -70,8 +70,9 @@ def bench(
 
     from specexport.exporter.bench import measure, report
     from specexport.exporter.bench.suites import read_suite, suite_path
-    from specexport.runtime.auto import AUTO
+    from specexport.runtime.auto import AUTO, default_policy
     from specexport.runtime.bundle import Bundle
+    from specexport.runtime.drafters import NO_DRAFTER
     from specexport.runtime.engine import find_engine
     from specexport.runtime.errors import UsageError
     from specexport.runtime.machine import peak_rss_bytes
@@ -83,9 +84,11 @@ def bench(
     path = suite_path(suite, data)
     prompts = read_suite(path, tasks, count)
     opened = Bundle.load(bundle)
-    names = tuple(dict.fromkeys(map(_drafter, policies))) or (opened.manifest.drafter or AUTO,)
-    target = find_engine(engine or opened.manifest.engine)(opened.path, threads=threads)
-    settings = measure.Settings(names, max_tokens, temperature, top_p, repetitions, nodes)
+    engine_name = engine or opened.manifest.engine
+    default = default_policy(opened, engine_name, threads)
+    names = tuple(dict.fromkeys(map(_drafter, policies))) or (AUTO if default == NO_DRAFTER else default,)
+    target = find_engine(engine_name)(opened.path, threads=threads)
+    settings = measure.Settings(names, max_tokens, temperature, top_p, repetitions, nodes, threads)
     progress = Progress()
     with progress.stage("bench", len(prompts) * repetitions) as stage:
         samples = list(measure.measure(opened, target, prompts, settings, stage.advance))
@@ -96,8 +99,7 @@ def bench(
         )
     context = {
         "suite": str(path),
-        "engine": engine or opened.manifest.engine,
-        "threads": threads,
+        "engine": engine_name,
         "prompts": len(prompts),
         "left_out": len(prompts) - len({sample.prompt for sample in samples}),
         "peak_rss_bytes": peak_rss_bytes(),

@@ -50,7 +50,7 @@ def token_bias(value: str) -> tuple[int, float]:
 @click.argument("prompt", required=False)
 @click.option("--chat", is_flag=True, help="Send the prompt through the model's chat template.")
 @click.option("--no-spec", is_flag=True, help="Plain decoding; the tokens are the same.")
-@click.option("--drafter", help="Drafter to use. [default: the bundle's]")
+@click.option("--drafter", help="Drafter, or auto. [default: auto where it has to decide, else the bundle's]")
 @click.option(
     "--acceptance",
     type=click.Choice(list(RULES)),
@@ -88,15 +88,19 @@ def run(
     if no_spec and drafter not in (None, "none"):
         raise click.UsageError("--no-spec and --drafter exclude each other")
     from specexport.exporter.demo import run_record
+    from specexport.runtime.auto import default_policy
     from specexport.runtime.bundle import Bundle
+    from specexport.runtime.rules import DEFAULT_RULE
     from specexport.runtime.session import Session, default_params
 
     text = _standard_input() if prompt is None else prompt
     opened = Bundle.load(bundle)
     params = default_params(opened.generation_config, logit_bias=dict(logit_bias) or None, **sampling)
-    session = Session(
-        opened, drafter="none" if no_spec else drafter, engine=engine, threads=threads, acceptance=acceptance
-    )
+    if no_spec:
+        drafter = "none"
+    elif drafter is None and acceptance == DEFAULT_RULE:  # other rules cannot judge every drafter
+        drafter = default_policy(opened, engine or opened.manifest.engine, threads)
+    session = Session(opened, drafter=drafter, engine=engine, threads=threads, acceptance=acceptance)
     result = None
     for chunk in session.stream(text, params, stop=stop, chat=chat):
         result = chunk.result

@@ -204,9 +204,18 @@ def estimate(cost: CostModel, candidate: Candidate, workload: Workload, widths: 
     draft, expected = candidate.draft, candidate.expected
     step_s, draft_s = _times(cost, candidate, workload)
     plain = step_s(1)
-    shape = search(expected.rows, step_s, draft_s, draft.widths(widths), max_depth=draft.depth, nodes=draft.nodes)
-    chain = best_chain(expected.rows, step_s, draft_s, min(draft.depth, MAX_CHAIN))
-    low, high = (expected_tokens(shape.paths, rows) for rows in (expected.low, expected.high))
+    copies = draft.copies
+    shape = search(
+        expected.rows,
+        step_s,
+        draft_s,
+        draft.widths(widths),
+        max_depth=draft.depth,
+        nodes=draft.nodes,
+        copies=copies,
+    )
+    chain = best_chain(expected.rows, step_s, draft_s, min(draft.depth, MAX_CHAIN), copies=copies)
+    low, high = (expected_tokens(shape.paths, rows, copies=copies) for rows in (expected.low, expected.high))
     drafting = draft_s(shape.depth) if shape.paths else 0.0
     error = cost.error if shape.paths else 0.0
     return Estimate(
@@ -251,7 +260,8 @@ def chain_sweep(cost: CostModel, candidate: Candidate, workload: Workload) -> tu
     plain = step_s(1)
     found = []
     for depth in range(1, min(candidate.draft.depth, len(rows), MAX_CHAIN) + 1):
-        tau = expected_tokens([(0,) * length for length in range(1, depth + 1)], rows)
+        paths = [(0,) * length for length in range(1, depth + 1)]
+        tau = expected_tokens(paths, rows, copies=candidate.draft.copies)
         found.append(tau * plain / (step_s(depth + 1) + draft_s(depth)))
     return tuple(found)
 
@@ -272,7 +282,13 @@ def _swept(
         fixed.append(shape.tau * step_s(1) / spent)
         draft = candidate.draft
         found = search(
-            candidate.expected.rows, step_s, draft_s, draft.widths(widths), max_depth=draft.depth, nodes=draft.nodes
+            candidate.expected.rows,
+            step_s,
+            draft_s,
+            draft.widths(widths),
+            max_depth=draft.depth,
+            nodes=draft.nodes,
+            copies=draft.copies,
         )
         best.append(found.rate * step_s(1))
     return Sweep(tuple(values), tuple(fixed), tuple(best))

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specexport.profiles.initializers import DTYPE_NAMES, Initializer, initializers
 from specexport.runtime.bundle import TARGET_GRAPH, Bundle, inside
 from specexport.runtime.drafters.model import ModelDrafter
+from specexport.runtime.drafters.ngram import NgramDrafter
 from specexport.runtime.drafters.recycling import RecyclingDrafter
+from specexport.runtime.drafters.suffix import SuffixDrafter
 from specexport.runtime.manifest import DrafterInfo, TargetInfo
 
 #: Bits of an element in memory, scales of blocks included (fp16 scales for 32 elements; nvfp4: 8 bits for 16).
@@ -105,6 +107,15 @@ class DraftSize:
             return list(offered)
         enough = next((width for width in offered if width > self.nodes), offered[-1])
         return [width for width in offered if width <= enough]
+
+    def as_chain(self) -> DraftSize:
+        """The same drafter where no branching tree is verified, only the best path of each."""
+        return replace(self, ranks=1, nodes=min(self.nodes or self.depth, self.depth))
+
+    @property
+    def copies(self) -> bool:
+        """It copies an earlier text, and goes on with that where it was right."""
+        return self.kind in (NgramDrafter.name, SuffixDrafter.name)
 
     @property
     def stepwise(self) -> bool:

@@ -21,6 +21,8 @@ from specexport.runtime.drafters.paths import Path, best_paths
 
 #: acceptance[depth][rank]; rows need not be sorted.
 Acceptance = Sequence[Sequence[float]]
+#: Share of steps that is not looked at any more, and most steps of one copy.
+_NEGLIGIBLE, _LONGEST = 1e-6, 64.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +58,42 @@ class Shape:
         return self.depth == len(self.paths)
 
 
-def expected_tokens(paths: Sequence[Path], acceptance: Acceptance) -> float:
-    """tau of a tree: 1 + the sum over nodes of the product of acceptances on the path down to it."""
-    total = 1.0
+def expected_tokens(paths: Sequence[Path], acceptance: Acceptance, *, copies: bool = False) -> float:
+    """tau of a tree: 1 + the sum over nodes of the product of acceptances on the path down to it.
+
+    Args:
+        copies: a lookup, whose copy goes on in the next step where this one ended if all of it was right. What was
+            measured deep in long drafts then holds for the first draft of that step: short chains spend more of their
+            steps inside of long matches, and get more out of each, than the first rows alone say.
+    """
+    deepest = max(map(len, paths), default=0)
+    if not copies or not deepest or not acceptance:
+        return 1.0 + sum(_chances(paths, acceptance))
+    tokens = steps = 0.0
+    share, begun = 1.0, 0
+    while share > _NEGLIGIBLE and steps < _LONGEST:
+        rows = [acceptance[min(begun + depth, len(acceptance) - 1)] for depth in range(deepest + 1)]
+        chances = _chances(paths, rows)
+        tokens += share * (1.0 + sum(chances))
+        steps += share
+        # The copy goes on if the bonus token was the next of it too.
+        share *= sum(chance for path, chance in zip(paths, chances, strict=True) if len(path) == deepest) * sum(
+            rows[-1]
+        )
+        begun += deepest + 1
+    return tokens / steps
+
+
+def _chances(paths: Sequence[Path], acceptance: Acceptance) -> list[float]:
+    """Of each path to be right down to its end."""
+    found = []
     for path in paths:
         chance = 1.0
         for depth, rank in enumerate(path):
             row = acceptance[depth] if depth < len(acceptance) else ()
             chance *= row[rank] if rank < len(row) else 0.0
-        total += chance
-    return total
+        found.append(chance)
+    return found
 
 
 def best_tree(acceptance: Acceptance, nodes: int, depth: int) -> tuple[Path, ...]:
@@ -96,13 +124,14 @@ def search(
     *,
     max_depth: int,
     nodes: int = 0,
+    copies: bool = False,
 ) -> Shape:
     """The tree of the best rate among those of at most each of ``widths`` nodes and at most ``max_depth`` deep.
 
     Args:
         step_s: time of a step of T nodes. draft_s: time of a proposal by its depth.
         widths: T that the engine is built for; a tree of fewer nodes costs the next of them. 1 is plain decoding.
-        nodes: most that are drafted, 0: as many as the widths hold.
+        nodes: most that are drafted, 0: as many as the widths hold. copies: see :func:`expected_tokens`.
     """
     best = Shape((), 1.0, step_s(1))
     for depth in range(1, min(max_depth, len(acceptance)) + 1):
@@ -115,7 +144,7 @@ def search(
             if deepest < depth and depth > 1:
                 continue  # the same tree was met under a smaller limit
             seconds = step_s(width) + draft_s(deepest)
-            shape = Shape(chosen, expected_tokens(chosen, acceptance), seconds)
+            shape = Shape(chosen, expected_tokens(chosen, acceptance, copies=copies), seconds)
             if shape.rate > best.rate:
                 best = shape
     return best
@@ -140,7 +169,12 @@ def mean_step(step_s: Callable[[int], float], proposed: Sequence[float]) -> Call
 
 
 def best_chain(
-    acceptance: Acceptance, step_s: Callable[[int], float], draft_s: Callable[[int], float], max_depth: int
+    acceptance: Acceptance,
+    step_s: Callable[[int], float],
+    draft_s: Callable[[int], float],
+    max_depth: int,
+    *,
+    copies: bool = False,
 ) -> Shape:
     """The chain of the best rate, among lengths K from 1; it may be slower than plain decoding."""
     firsts = [(row[0] if row else 0.0,) for row in acceptance]
@@ -148,7 +182,7 @@ def best_chain(
     for depth in range(1, max(1, min(max_depth, len(acceptance))) + 1):
         paths = tuple((0,) * length for length in range(1, depth + 1))
         seconds = step_s(depth + 1) + draft_s(depth)
-        shapes.append(Shape(paths, expected_tokens(paths, firsts), seconds))
+        shapes.append(Shape(paths, expected_tokens(paths, firsts, copies=copies), seconds))
     return max(shapes, key=lambda shape: shape.rate)
 
 

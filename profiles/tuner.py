@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -12,6 +10,7 @@ from typing import Any, Protocol
 
 from specexport.profiles.calibrate import Calibrated, calibrate
 from specexport.profiles.cost import Tuned
+from specexport.profiles.data_files import has_records, prompt_of, read_lines, read_records
 from specexport.profiles.sizes import DraftSize, drafter_size
 from specexport.profiles.timing import MIN_ROUNDS, WARM_UP, measure_curve
 from specexport.profiles.tree_search import mean_step, search
@@ -26,7 +25,7 @@ from specexport.runtime.device_profile import (
     read_profile,
     write_profile,
 )
-from specexport.runtime.engine import TargetEngine, find_engine
+from specexport.runtime.engine import TargetEngine, chains_only, find_engine
 from specexport.runtime.errors import BundleError, UsageError
 from specexport.runtime.machine import Machine, this_machine
 from specexport.runtime.records import plain
@@ -39,8 +38,8 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 USED_SHARES, SHORT = (1 / 16, 1 / 4, 1 / 2, 1.0), 64
 #: Seconds that the cost curve may take, and the widest tree that is calibrated with.
 BUDGET_S, CALIBRATION_NODES = 60.0, 16
-#: Largest file of prompts, in bytes, and longest prompt, in tokens.
-MAX_DATA_BYTES, MAX_PROMPT = 256 << 20, 1024
+#: Longest prompt, in tokens.
+MAX_PROMPT = 1024
 #: What the drafters are timed on when there are no prompts; too little to say how often they are right.
 TEXTS = (
     "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
@@ -131,6 +130,7 @@ def tune_bundle(path: Path, options: TuneOptions, progress: Stages) -> TuneResul
     untuned = DeviceProfile(
         fingerprint=fingerprint(bundle),
         machine=machine,
+        chains=chains_only(manifest.target.precision, engine),
         cost=curve,
         host_s=found.host_s,
         drafts=dict(found.drafts),
@@ -155,13 +155,15 @@ def used_lengths(slots: int, widest: int) -> list[int]:
 def with_trees(profile: DeviceProfile, drafts: Sequence[DraftSize]) -> DeviceProfile:
     """The profile with the best trees for its acceptance and costs, at a quarter of the window in use."""
     cost = Tuned(profile)
-    used = profile.cost.used[len(profile.cost.used) // 2]
+    used = profile.typical_used
     trees: dict[str, tuple[TunedTree, ...]] = {}
     best: tuple[float, str | None, int] = (1.0 / cost.step_s(1, used), None, 1)
     for draft in drafts:
         table = profile.acceptance.get(draft.name)
         if table is None or not table.acceptance:
             continue
+        if profile.chains:
+            draft, table = draft.as_chain(), table.as_chain()
         found = []
         for width in draft.widths(profile.cost.widths)[1:]:
             shape = search(
@@ -171,6 +173,7 @@ def with_trees(profile: DeviceProfile, drafts: Sequence[DraftSize]) -> DevicePro
                 range(1, width + 1),
                 max_depth=draft.depth,
                 nodes=draft.nodes,
+                copies=draft.copies,
             )
             found.append(TunedTree(width=width, paths=shape.paths, tau=shape.tau, seconds=shape.seconds))
             if shape.paths and shape.rate > best[0]:
@@ -184,29 +187,15 @@ def read_prompts(path: Path, count: int) -> list[str]:
     ``question`` (the first turn counts); ``.gz`` is unpacked.
 
     Raises:
-        UsageError: not UTF-8, not such lines, none of them, or too large.
+        UsageError: it cannot be read, or has no such lines.
     """
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
-            content = stream.read(MAX_DATA_BYTES + 1)
-        if len(content) > MAX_DATA_BYTES:
-            raise UsageError(f"{path} has more than {MAX_DATA_BYTES >> 20} MiB of prompts")
-        lines = [line for line in content.decode().splitlines() if line.strip()]
-        records = ".jsonl" in path.suffixes or ".json" in path.suffixes
-        prompts = [_prompt(json.loads(line)) for line in lines] if records else lines
-    except (UnicodeDecodeError, ValueError, LookupError, TypeError, StopIteration, EOFError, gzip.BadGzipFile) as error:
-        raise UsageError(f"{path}: {str(error)[:100]}: expected UTF-8 text or JSON lines with a prompt each") from None
+    if has_records(path):
+        prompts = [prompt_of(record, where) for where, record in read_records(path)]
+    else:
+        prompts = [line for _, line in read_lines(path)]
     if not prompts:
         raise UsageError(f"{path} has no prompts: expected one a line")
     return prompts[:: max(1, len(prompts) // count)][:count]
-
-
-def _prompt(value: Any) -> str:
-    found = next(value[key] for key in ("prompt", "turns", "question") if key in value)
-    found = found[0] if isinstance(found, list) else found
-    if not isinstance(found, str):
-        raise TypeError("a prompt that is no text")
-    return found
 
 
 def _changes(bundle: Bundle, name: str, machine: Machine) -> list[str]:

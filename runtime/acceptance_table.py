@@ -9,7 +9,7 @@ the profiles of devices (:mod:`specexport.runtime.device_profile`), which may ho
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from specexport.runtime.records import NAME, fail, integer, number, read, record, sequence, table, text
@@ -54,6 +54,10 @@ class AcceptanceTable:
     def top1(self) -> tuple[float, ...]:
         """Acceptance of a chain, by depth."""
         return tuple(row[0] if row else 0.0 for row in self.acceptance)
+
+    def as_chain(self) -> AcceptanceTable:
+        """What is left where only the best child of each node is verified."""
+        return replace(self, acceptance=tuple(row[:1] for row in self.acceptance))
 
     @staticmethod
     def from_counts(

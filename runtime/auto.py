@@ -5,9 +5,12 @@ from __future__ import annotations
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.controller import Controller, FeatureController
 from specexport.runtime.costs import Costs, LearnedCosts
-from specexport.runtime.device_profile import MeasuredCosts, find_profile
-from specexport.runtime.drafters import DRAFTERS, GRAPH_DRAFTERS, Drafter, make_drafter
+from specexport.runtime.device_profile import DeviceProfile, MeasuredCosts, find_profile
+from specexport.runtime.drafters import DRAFTERS, GRAPH_DRAFTERS, NO_DRAFTER, Drafter, make_drafter
 from specexport.runtime.drafters.base import FeatureDrafter
+from specexport.runtime.drafters.ngram import NgramDrafter
+from specexport.runtime.drafters.recycling import RecyclingDrafter
+from specexport.runtime.drafters.suffix import SuffixDrafter
 from specexport.runtime.engine import TargetEngine
 from specexport.runtime.machine import this_machine
 
@@ -15,7 +18,23 @@ AUTO = "auto"
 #: Widest tree that the controller may choose, the root included.
 MAX_NODES = 32
 #: Lookups that another one makes superfluous: what is on the left finds nothing that the right does not.
-_COVERED = {"ngram": "suffix"}
+_COVERED = {NgramDrafter.name: SuffixDrafter.name}
+#: Token Recycling joins another lookup if it was measured to cost at most this share of a plain step. What it adds
+#: there is worth 1 to 2%; with small models it costs more than that.
+RECYCLING_SHARE = 0.01
+
+
+def default_policy(bundle: Bundle, engine_name: str, threads: int) -> str:
+    """What to draft with unless told: a drafter's name or :data:`AUTO`.
+
+    The controller is it where it has something to decide: a head or a draft model, which cost whether or not they pay,
+    or costs that ``tune`` measured on this machine. Otherwise it is the bundle's own default.
+    """
+    named = bundle.manifest.drafter
+    if named is None:
+        return NO_DRAFTER
+    decides = any(info.graph is not None for info in bundle.manifest.drafters)
+    return AUTO if decides or find_profile(bundle, this_machine(engine_name, threads)) else named
 
 
 def make_controller(
@@ -27,11 +46,16 @@ def make_controller(
         engine_name, threads: what ``engine`` is, to find its profile. chains: see :class:`Controller`.
     """
     offered = bundle.manifest.drafters
-    kinds = {info.kind for info in offered}
+    profile = find_profile(bundle, this_machine(engine_name, threads))
+    costs: Costs = LearnedCosts() if profile is None else MeasuredCosts(profile)
+    kinds = {info.kind for info in offered if info.kind in DRAFTERS}
+    kinds -= {kind for kind, by in _COVERED.items() if by in kinds}
+    if kinds > {RecyclingDrafter.name} and not recycling_joins(profile):
+        kinds.remove(RecyclingDrafter.name)
     lookups = [
         drafter
         for info in offered
-        if info.kind in DRAFTERS and _COVERED.get(info.kind) not in kinds
+        if info.kind in kinds
         if (drafter := make_drafter(info.kind, bundle.manifest.target.valid_vocab, **info.options))
     ]
     heads: list[Drafter] = [
@@ -39,8 +63,24 @@ def make_controller(
         for info in offered
         if info.graph is not None and info.kind in GRAPH_DRAFTERS
     ]
-    profile = find_profile(bundle, this_machine(engine_name, threads))
-    costs: Costs = LearnedCosts() if profile is None else MeasuredCosts(profile)
     reads_features = any(isinstance(head, FeatureDrafter) for head in heads)
     kind = FeatureController if reads_features else Controller
-    return kind(lookups, heads, costs, max_nodes=MAX_NODES, chains=chains)
+    return kind(lookups, heads, costs, max_nodes=MAX_NODES, chains=chains, priors=_priors(profile))
+
+
+def recycling_joins(profile: DeviceProfile | None) -> bool:
+    """Whether Token Recycling was measured to cost so little that it joins another lookup."""
+    known = None if profile is None else profile.drafts.get(RecyclingDrafter.name)
+    return profile is not None and known is not None and known.seconds <= RECYCLING_SHARE * profile.cost.step_s(1, 0)
+
+
+def _priors(profile: DeviceProfile | None) -> dict[str, float]:
+    """What drafters are worth beside plain decoding, by the acceptance and the costs that were measured."""
+    if profile is None:
+        return {}
+    plain_s = MeasuredCosts(profile).step_s(1, profile.typical_used)
+    return {
+        name: max(tree.tau / tree.seconds for tree in trees) * plain_s - 1.0
+        for name, trees in profile.trees.items()
+        if trees
+    }

@@ -8,7 +8,9 @@ Chances come from what each drafter said and how often that came true lately (:m
 times from :mod:`specexport.runtime.costs`. Joined drafts are sorted by chance (:mod:`specexport.runtime.merge`), so the
 best width is found in one pass over their prefix sums; width one is plain decoding. Lookup drafters cost nothing and
 are asked every step. A head costs a call, so whether to ask it is decided before: by what it added lately when the
-lookups were about as sure as they are now. A head that stopped paying is asked again now and then, ever more seldom.
+lookups were about as sure as they are now, against what it has to catch up with. What is not known to pay is tried now
+and then, from a budget: a share of the time spent, and a few steps at first. So no head, whatever it says, makes a long
+text slower than the lookups alone by more than that share.
 
 Whatever is picked, the acceptance rule decides the tokens: choices change the speed alone. With a measured cost curve
 the choices are a function of the tokens; with learned costs they also follow the clock.
@@ -19,7 +21,7 @@ Idea of cost-aware drafting: Sequoia (Chen et al. 2024), SmartSpec (Liu et al. 2
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -33,6 +35,7 @@ from specexport.runtime.drafters.base import (
     Drafter,
     DraftRequest,
     FeatureDrafter,
+    LaggingDrafter,
     Observation,
     StepwiseDrafter,
 )
@@ -43,12 +46,24 @@ from specexport.runtime.tree import Tree
 
 #: A head that is asked must lose by this much before it is left out; one that is left out must win by as much.
 HYSTERESIS = 0.02
-#: Steps until a head that was left out is asked again: at first, and at most.
-PROBE_FIRST, PROBE_MOST = 8, 64
-#: Weight of the newest step in what a head's drafts are worth, and of a probe.
-_RATE, _PROBE_RATE = 0.25, 0.5
-#: Steps that a probe stands for at most, in what it teaches about the head.
-_PROBE_WEIGHT = 8.0
+#: Share of the time that may go into trying heads which are not known to pay; what there is of it at first, and what
+#: may be saved up, in plain steps.
+EXPLORE, EXPLORE_FIRST, EXPLORE_MOST = 0.0075, 3.0, 12.0
+#: Share of the time that is left of an answer which a try of a head may cost, mostly for catching up with the prompt:
+#: the very first, for which there need be no budget, and later ones.
+FIRST_TRY, LATER_TRY = 0.05, 0.02
+#: Steps between two tries of a head, at first and at most.
+PROBE_FIRST, PROBE_MOST = 2, 32
+#: Steps over which a head has to earn what it must catch up with, if the answer goes on for as long.
+HORIZON = 64
+#: Weight of the newest step in what a head's drafts are worth, and of a try.
+_RATE, _PROBE_RATE = 0.2, 0.4
+#: How much of what a head promised and of what it gave is left a step, and tokens that both begin with.
+_KEPT, _TRUSTED = 0.99, 8.0
+#: Steps with other promises that the steps with one promise are weighed against.
+_SHARED = 4.0
+#: Steps that a try stands for, in what it teaches about the head.
+_PROBE_WEIGHT = 4.0
 #: Steps are told apart by how many tokens the lookups promise beyond the bonus token: up to each of these, and more.
 _PROMISES = (0.25, 0.75, 1.5, 3.0)
 _CLASSES = len(_PROMISES) + 1
@@ -61,6 +76,8 @@ class Decision:
     Attributes:
         asked: name of the head that was asked, None for lookups alone. nodes: T, the root included.
         rate: expected tokens a second. lookups: that of the lookups alone. promise: class of what they promise.
+        expected, alone: tokens, the bonus included, and those of the lookups alone.
+        tried_s: time that the head takes beyond a step without it, where it is not known to pay; else None.
     """
 
     asked: str | None
@@ -68,37 +85,67 @@ class Decision:
     rate: float
     lookups: float
     promise: int
+    expected: float
+    alone: float
+    tried_s: float | None = None
+
+    @property
+    def tried(self) -> bool:
+        """The head is not known to pay."""
+        return self.tried_s is not None
 
 
 class _Head:
-    """A drafter that costs, and what its drafts were worth lately, by promise of the lookups."""
+    """A drafter that costs, and what its drafts were worth lately, by promise of the lookups.
 
-    def __init__(self, drafter: Drafter) -> None:
+    Worth is the rate of a step with the head over that of the step without it, less 1, while it is asked every step.
+
+    Args:
+        prior: what it is taken to be worth before it was asked; 0: nothing is known.
+    """
+
+    def __init__(self, drafter: Drafter, prior: float) -> None:
         self.drafter = drafter
         self.stepwise = isinstance(drafter, StepwiseDrafter)
-        #: Rate of a step with this head over one without it; None until it was asked.
-        self.worth: list[float | None] = [None] * _CLASSES
-        self.on = [True] * _CLASSES
-        self.quiet, self.wait = 0, PROBE_FIRST
+        self._lagging = drafter if isinstance(drafter, LaggingDrafter) else None
+        self._overall, self.known = prior, prior != 0.0
+        self._worth = [0.0] * _CLASSES
+        self._seen = [0.0] * _CLASSES
+        self._on = [prior > 0.0] * _CLASSES
+        self._promised = self._gained = 0.0
+        self.quiet = self.wait = PROBE_FIRST
 
-    def wanted(self, promise: int) -> bool:
-        """Whether to ask it now."""
-        return self.on[promise] or self.quiet >= self.wait
+    @property
+    def behind(self) -> int:
+        """Tokens that it has to catch up with."""
+        return self._lagging.behind if self._lagging else 0
 
-    def judge(self, promise: int, worth: float, right: bool) -> None:
-        """Take note of a step with this head; ``right``: its first token was."""
-        known, on = self.worth[promise], self.on[promise]
-        rate = _RATE if on else _PROBE_RATE
-        now = worth if known is None else known + rate * (worth - known)
-        self.worth[promise] = now
-        self.on[promise] = now > (1.0 - HYSTERESIS if on else 1.0 + HYSTERESIS)
+    def worth(self, promise: int) -> float:
+        """Estimate for a step with this promise of the lookups, from like steps and, where those are few, all."""
+        seen = self._seen[promise]
+        return (seen * self._worth[promise] + _SHARED * self._overall) / (seen + _SHARED)
+
+    def margin(self, promise: int) -> float:
+        """What is left of its worth after hysteresis; it pays if that is positive."""
+        return self.worth(promise) + (HYSTERESIS if self._on[promise] else -HYSTERESIS)
+
+    def judge(self, decision: Decision, gained: int) -> None:
+        """Take note of a step with this head that emitted so many tokens more than the lookups alone would have."""
+        # The best of many estimates is too good on average, and the more so the less is known of the drafts.
+        more = decision.expected - decision.alone
+        self._promised = _KEPT * self._promised + more
+        self._gained = _KEPT * self._gained + gained
+        truth = (self._gained + _TRUSTED) / (max(0.0, self._promised) + _TRUSTED)
+        promise, tried = decision.promise, decision.tried
+        worth = (decision.alone + truth * more) / decision.expected * decision.rate / decision.lookups - 1.0
+        rate = _PROBE_RATE if tried else _RATE
+        self._overall += (rate if self.known else 1.0) * (worth - self._overall)
+        self.known = True
+        seen = self._seen[promise] = min(1.0 / rate, self._seen[promise] + 1.0)
+        self._worth[promise] += (worth - self._worth[promise]) / seen
+        self._on[promise] = self.margin(promise) > 0.0
         self.quiet = 0
-        if self.on[promise]:
-            self.wait = PROBE_FIRST
-        elif right and not on:
-            self.quiet = self.wait  # one step proves little: probe again at once
-        elif not on:
-            self.wait = min(PROBE_MOST, 2 * self.wait)
+        self.wait = PROBE_FIRST if self._on[promise] else min(PROBE_MOST, 2 * self.wait)
 
 
 class Controller:
@@ -110,6 +157,7 @@ class Controller:
         widths: numbers of nodes that the engine is built for; None: any.
         max_nodes: widest tree, the root included.
         chains: propose no branching trees, only the surest path.
+        priors: what heads are taken to be worth before they were asked (see :class:`_Head`), by name; 0: unknown.
     """
 
     name = "auto"
@@ -123,17 +171,20 @@ class Controller:
         max_nodes: int,
         widths: Sequence[int] | None = None,
         chains: bool = False,
+        priors: Mapping[str, float] | None = None,
     ) -> None:
         self.max_nodes = max_nodes
         self._chains = chains
         self._lookups = tuple(lookups)
-        self._heads = {head.name: _Head(head) for head in heads}
+        self._heads = {head.name: _Head(head, (priors or {}).get(head.name, 0.0)) for head in heads}
         self._all: tuple[Drafter, ...] = (*lookups, *heads)
         self._costs = costs
         self._widths = tuple(range(1, max_nodes + 1)) if widths is None else tuple(sorted({1, *widths}))
         self._calibrations = {drafter.name: Calibration() for drafter in self._all}
         self._trees: list[tuple[Drafter, Tree]] = []
-        self._used = 0
+        self._used = self._fresh = 0
+        self._budget_s = EXPLORE_FIRST * costs.step_s(1, 0)
+        self._alone = Joined([], [], [])  # what would be verified without a head
         #: The last one; None before the first.
         self.decision: Decision | None = None
 
@@ -141,6 +192,11 @@ class Controller:
     def asked(self) -> str | None:
         """See :class:`~specexport.runtime.drafters.base.DecidingDrafter`."""
         return None if self.decision is None else self.decision.asked or "lookups"
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Names of those it chooses from, lookups first."""
+        return tuple(drafter.name for drafter in self._all)
 
     def couple(self, params: SamplingParams | None) -> None:
         """See :class:`~specexport.runtime.drafters.base.CoupledDrafter`."""
@@ -151,8 +207,10 @@ class Controller:
                 drafter.begin_sampling(params)
 
     def begin(self, tokens: Sequence[int], first: int) -> None:
-        """A new prompt; what was learnt about drafters and costs stays."""
-        self._used, self._trees, self.decision = len(tokens), [], None
+        """A new prompt; what was learnt about drafters and costs stays. Heads are due for a try: it is another text."""
+        self._used, self._fresh, self._trees, self.decision = len(tokens), 0, [], None
+        for head in self._heads.values():
+            head.quiet = head.wait
         for drafter in self._all:
             drafter.begin(tokens, first)
 
@@ -162,17 +220,28 @@ class Controller:
         drafts = [self._draft(*proposal) for proposal in self._trees]
         joined = self._join(drafts, request)
         nodes, lookups = self._best(joined, request.max_nodes, 0.0)
-        promise = bisect_left(_PROMISES, sum(joined.chances[1:]))
-        head = self._choose(promise)
+        expected = sum(joined.chances)
+        promise = bisect_left(_PROMISES, expected - 1.0)
+        step_s = self._costs.step_s(nodes, self._used)
+        alone, self._alone = sum(joined.chances[:nodes]), joined.first(nodes)
+        head, tried = self._choose(promise, step_s, request.max_depth / expected)
+        self._budget_s = min(self._budget_s + EXPLORE * step_s, EXPLORE_MOST * self._costs.step_s(1, self._used))
         if head is None:
-            self.decision = Decision(None, nodes, lookups, lookups, promise)
+            self.decision = Decision(None, nodes, lookups, lookups, promise, alone, alone)
             return joined.tree(nodes)
-        tree, spent_s = self._ask(head, request)
+        behind = self._lag(head)
+        tree, spent_s = self._ask(head, request, behind)
         self._trees.append((head.drafter, tree))
         drafts.append(self._draft(head.drafter, tree))
         joined = self._join(drafts, request)
         nodes, rate = self._best(joined, request.max_nodes, spent_s)
-        self.decision = Decision(head.drafter.name, nodes, rate, lookups, promise)
+        tried_s = None
+        if tried:
+            catching_up_s = self._costs.draft_s(head.drafter.name, behind) - self._costs.draft_s(head.drafter.name)
+            tried_s = spent_s + catching_up_s + self._costs.step_s(nodes, self._used) - step_s
+            self._budget_s -= tried_s
+        expected = sum(joined.chances[:nodes])
+        self.decision = Decision(head.drafter.name, nodes, rate, lookups, promise, expected, alone, tried_s)
         return joined.tree(nodes)
 
     def observe(self, observation: Observation) -> None:
@@ -183,20 +252,25 @@ class Controller:
         for drafter in self._all:
             drafter.observe(observation)
         self._used += len(observation.emitted)
+        self._fresh = len(observation.emitted)
         self._trees, self.decision = [], None
 
     def _learn(self, decision: Decision, emitted: Sequence[int]) -> None:
         for drafter, tree in self._trees:
-            head = self._heads.get(drafter.name)
-            weight = 1.0 if head is None or head.on[decision.promise] else _PROBE_WEIGHT
+            weight = _PROBE_WEIGHT if decision.tried and drafter.name == decision.asked else 1.0
             self._calibrations[drafter.name].learn(tree, emitted, weight)
         for name, head in self._heads.items():
-            if decision.asked == name:
-                tree = self._trees[-1][1]
-                right = emitted[0] in tree.tokens[tree.parents == 0]
-                head.judge(decision.promise, decision.rate / decision.lookups, right)
-            else:
+            if decision.asked != name:
                 head.quiet += 1
+                continue
+            gained = len(emitted) - self._alone.tokens_of(emitted)
+            head.judge(decision, gained)
+            if decision.tried_s is not None:
+                # What a try gained is there for the next one, at once if the try paid for itself.
+                gained_s = gained / decision.lookups
+                self._budget_s += gained_s
+                if gained_s >= decision.tried_s:
+                    head.quiet = head.wait
 
     def _join(self, drafts: Sequence[Draft], request: DraftRequest) -> Joined:
         joined = join(drafts, request.root, request.max_depth)
@@ -205,25 +279,43 @@ class Controller:
     def _draft(self, drafter: Drafter, tree: Tree) -> Draft:
         return Draft(tree, self._calibrations[drafter.name].chances(tree))
 
-    def _choose(self, promise: int) -> _Head | None:
-        """The head to ask: one that was never asked, then one that is due for a probe, then the one worth most."""
-        wanted = [head for head in self._heads.values() if head.wanted(promise)]
+    def _lag(self, head: _Head) -> int:
+        """Tokens that a head has to catch up with beyond those of the last step."""
+        return max(0, head.behind - self._fresh)
 
-        def key(head: _Head) -> tuple[bool, bool, float]:
-            worth = head.worth[promise]
-            return worth is None, head.quiet >= head.wait, worth or 0.0
+    def _choose(self, promise: int, step_s: float, left: float) -> tuple[_Head | None, bool]:
+        """The head to ask, and whether that is a try: one that is due and that the budget allows, else the one that
+        earns most in the steps to come.
 
-        return max(wanted, key=key, default=None)
+        Args:
+            step_s: time of a step without a head. left: about how many steps the answer can still have.
+        """
+        best: tuple[float, _Head | None] = (0.0, None)
+        due: _Head | None = None
+        for head in self._heads.values():
+            name = head.drafter.name
+            draft_s = self._costs.draft_s(name)
+            asked_s = self._costs.draft_s(name, self._lag(head))
+            gain_s = head.margin(promise) * step_s * min(HORIZON, left) - (asked_s - draft_s)
+            if gain_s > best[0]:
+                best = (gain_s, head)
+            elif gain_s <= 0.0 and head.quiet >= head.wait:
+                left_s = left * step_s
+                if asked_s > (min(self._budget_s, LATER_TRY * left_s) if head.known else FIRST_TRY * left_s):
+                    continue
+                if due is None or head.quiet > due.quiet:
+                    due = head
+        return (due, True) if due is not None else (best[1], False)
 
-    def _ask(self, head: _Head, request: DraftRequest) -> tuple[Tree, float]:
-        """A head's tree and what such a tree costs, in seconds."""
+    def _ask(self, head: _Head, request: DraftRequest, behind: int) -> tuple[Tree, float]:
+        """A head's tree and what such a tree costs, in seconds, but for catching up."""
         name = head.drafter.name
         if head.stepwise:
             request = replace(request, max_depth=self._chain_length(name, request))
         begun = perf_counter()
         tree = head.drafter.propose(request)
         calls = max(1, len(tree) - 1) if head.stepwise else 1
-        self._costs.observe_draft(name, (perf_counter() - begun) / calls)
+        self._costs.observe_draft(name, (perf_counter() - begun) / calls, behind)
         return tree, calls * self._costs.draft_s(name)
 
     def _chain_length(self, name: str, request: DraftRequest) -> int:

@@ -24,12 +24,13 @@ from specexport.runtime.drafters.base import (
     FeatureDrafter,
     Observation,
 )
-from specexport.runtime.engine import TargetEngine
+from specexport.runtime.engine import SummarisingEngine, TargetEngine, widest_of
 from specexport.runtime.errors import UsageError
 from specexport.runtime.rules import DEFAULT_RULE, SampledDrafter, find_rule
 from specexport.runtime.sampling import Sampler
 from specexport.runtime.statistics import RunStatistics
 from specexport.runtime.stopping import FinishReason
+from specexport.runtime.summary import Row, whole
 from specexport.runtime.tree import Tree
 
 _LAYOUTS_KEPT = 64
@@ -79,6 +80,8 @@ class Decoder:
         if max_nodes < 1 or prefill_chunk < 1:
             raise UsageError(f"expected max_nodes >= 1 and prefill_chunk >= 1, got {max_nodes} and {prefill_chunk}")
         self._engine = engine
+        self._run_rows = engine.run_rows if isinstance(engine, SummarisingEngine) else engine.run
+        self._widest = widest_of(engine)
         self.drafter = drafter
         self.acceptance = acceptance
         self._chains = chains
@@ -212,9 +215,7 @@ class Decoder:
                 self.forget()
             raise
 
-    def _prefill(
-        self, prompt: Sequence[int], cancelled: Callable[[], bool], statistics: RunStatistics
-    ) -> NDArray[np.float32] | None:
+    def _prefill(self, prompt: Sequence[int], cancelled: Callable[[], bool], statistics: RunStatistics) -> Row | None:
         """Commit the prompt in chunks; the logits of its last token, or None if cancelled in between."""
         # The last token is computed in any case: its logits are needed.
         shared = common_prefix(self._tokens, prompt[:-1])
@@ -224,7 +225,7 @@ class Decoder:
         self._rows = self._rows.keep(shared)
         del self._tokens[shared:]
         statistics.reused_tokens = shared
-        row: NDArray[np.float32] | None = None
+        row: Row | None = None
         for first in range(shared, len(prompt), self._prefill_chunk):
             if cancelled():
                 return None
@@ -244,7 +245,7 @@ class Decoder:
         """Draft, verify, accept, commit; ``budget`` tokens may still be emitted."""
         start = perf_counter()
         past = self._rows.past
-        nodes = min(self._max_nodes, self._engine.slots - past)
+        nodes = min(self._max_nodes, self._widest(past))
         if self.drafter and nodes > 1 and budget > 1:
             tree = self.drafter.propose(DraftRequest(root, nodes, budget - 1)).pruned(nodes)
             if self._chains:
@@ -265,7 +266,7 @@ class Decoder:
         self._accept(path, tree.tokens[path].tolist())
         matched = perf_counter()
         if self.drafter:
-            self.drafter.observe(Observation(emitted, tree, path, logits.__getitem__, verified - ready))
+            self.drafter.observe(Observation(emitted, tree, path, lambda node: whole(logits[node]), verified - ready))
         observed = perf_counter()
         statistics.add_call(tree, path, emitted, asked)
         statistics.finish_reason = self._finish(accepted.stopped, budget - len(emitted))
@@ -280,9 +281,9 @@ class Decoder:
         positions: NDArray[np.int64],
         mask: NDArray[np.bool_],
         select: NDArray[np.int64],
-    ) -> NDArray[np.float32]:
+    ) -> Sequence[Row] | NDArray[np.float32]:
         rows = self._rows
-        return self._engine.run(tokens, positions, mask, rows.past, rows.write, rows.commit_array, select)
+        return self._run_rows(tokens, positions, mask, rows.past, rows.write, rows.commit_array, select)
 
     def _accept(self, path: Sequence[int], tokens: Sequence[int]) -> None:
         if self._absorb:

@@ -23,6 +23,7 @@ from specexport.runtime.manifest import MANIFEST_NAME, FileInfo
 from specexport.runtime.records import (
     NAME,
     RecordError,
+    flag,
     integer,
     number,
     optional,
@@ -51,11 +52,12 @@ class DraftCost:
 
     Attributes:
         seconds: median. depth: tokens deep that it drafted, where each costs a call (a draft model); 0: the time does
-            not depend on it.
+            not depend on it. row_s: time of each token that it has to catch up with, beyond those of the last step.
     """
 
     seconds: float = read(number(0, 3600))
     depth: int = read(integer(0, 64), 0)
+    row_s: float = read(number(0, 3600), 0.0)
 
     def at(self, depth: int) -> float:
         """Seconds of a proposal ``depth`` deep."""
@@ -82,7 +84,8 @@ class DeviceProfile:
     """What was measured on one machine.
 
     Attributes:
-        fingerprint: of the bundle that was measured (:func:`fingerprint`).
+        fingerprint: of the bundle that was measured (:func:`fingerprint`). chains: no branching tree was verified (see
+            :func:`~specexport.runtime.engine.chains_only`).
         cost: time of a target call at batch 1. host_s: time of a step outside target and drafter.
         drafts: time of a proposal, by drafter. acceptance: tables, by drafter, with ``measured_on`` in words (None: not
             calibrated). trees: by drafter, one for each width.
@@ -92,6 +95,7 @@ class DeviceProfile:
     schema: int = read(integer(PROFILE_SCHEMA, PROFILE_SCHEMA), PROFILE_SCHEMA)
     fingerprint: str = read(text(256))
     machine: Machine = read(record(Machine))
+    chains: bool = read(flag, False)
     cost: CostCurve = read(record(CostCurve))
     host_s: float = read(number(0, 3600))
     drafts: dict[str, DraftCost] = read(table(text(64, NAME), record(DraftCost), 64))
@@ -100,6 +104,11 @@ class DeviceProfile:
     trees: dict[str, tuple[TunedTree, ...]] = read(table(text(64, NAME), sequence(record(TunedTree), 256), 64))
     drafter: str | None = read(optional(text(64, NAME)))
     width: int = read(integer(1, 4096))
+
+    @property
+    def typical_used(self) -> int:
+        """Cache rows in use that trees are searched for: the middle of the measured lengths."""
+        return self.cost.used[len(self.cost.used) // 2]
 
 
 class MeasuredCosts:
@@ -113,15 +122,15 @@ class MeasuredCosts:
         """A target call and what the host does around it."""
         return self._profile.cost.step_s(nodes, used) + self._profile.host_s
 
-    def draft_s(self, name: str) -> float:
+    def draft_s(self, name: str, behind: int = 0) -> float:
         """One proposal (of a draft model: one token); of a drafter that was not measured the dearest that was."""
         cost = self._profile.drafts.get(name)
-        return self._unknown if cost is None else cost.at(1)
+        return self._unknown if cost is None else cost.at(1) + behind * cost.row_s
 
     def observe_step(self, nodes: int, used: int, seconds: float) -> None:
         """Nothing to learn."""
 
-    def observe_draft(self, name: str, seconds: float) -> None:
+    def observe_draft(self, name: str, seconds: float, behind: int = 0) -> None:
         """Nothing to learn."""
 
 

@@ -14,7 +14,7 @@ from specexport.runtime.auto import AUTO, make_controller
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.decoder import Decoder
 from specexport.runtime.drafters import DRAFTERS, GRAPH_DRAFTERS, NO_DRAFTER, Drafter, make_drafter
-from specexport.runtime.engine import TargetEngine, find_engine, width_exact
+from specexport.runtime.engine import TargetEngine, chains_only, find_engine, width_exact
 from specexport.runtime.errors import BundleError, UsageError
 from specexport.runtime.rules import DEFAULT_RULE
 from specexport.runtime.sampling import Sampler, SamplingParams
@@ -124,8 +124,7 @@ class Session:
                 f"the engine has vocabulary {engine.vocab_size} and {engine.slots} cache rows, expected "
                 f"{target.vocab_size} and {target.slots} by the manifest: build the bundle again"
             )
-        # Columns of a branching tree add up in another order. That is 1e-7 in a sum, but 8-bit activations round it up.
-        chains = target.precision.quantized and target.precision.exact and width_exact(engine)
+        chains = chains_only(target.precision, engine)
         if drafter == AUTO or (drafter is None and bundle.manifest.drafter == AUTO):
             drafter = make_controller(bundle, engine, engine_name, threads, chains=chains)
         self._engine = engine

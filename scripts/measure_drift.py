@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specexport.exporter.cli import main as specexport
 from specexport.exporter.progress import Progress
 from specexport.exporter.train.target import open_target
+from specexport.exporter.verify import load_transformers
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -35,11 +35,8 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def fine_tune(arguments: argparse.Namespace, folder: Path) -> None:
     """Write the target after some hundred steps on questions and solutions."""
     torch.manual_seed(0)
-    source = Path(arguments.model)
     opened = open_target(arguments.model, Progress(quiet=True))
-    place, extra = (source.parent, {"gguf_file": source.name}) if source.is_file() else (source, {})
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(place), dtype=torch.float32, **extra)
-    model.train()
+    model = load_transformers(Path(arguments.model)).train().requires_grad_(True)
     optimiser = torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.0)
     examples = rows(arguments.train)
     random.Random(0).shuffle(examples)

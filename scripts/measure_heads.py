@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from specexport.exporter.bench.replay import follow
 from specexport.exporter.bench.suites import read_suite
 from specexport.exporter.heads.detect import open_head
 from specexport.exporter.pipeline import BuildOptions, build
@@ -86,17 +87,9 @@ def replay(drafter: Drafter, prompt: list[int], answer: list[int], features: Any
         tree = Tree.chain([root])
         if left > 1:
             tree = drafter.propose(DraftRequest(root, nodes, left - 1)).pruned(nodes)
-        parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
-        path, emitted = [0], []
-        for token in answer[done:]:
-            emitted.append(token)
-            children = [c for c in range(path[-1] + 1, len(tree)) if parents[c] == path[-1] and tokens[c] == token]
-            if not children:
-                break
-            path.append(children[0])
-        path = path[: len(emitted)]
+        path, emitted = follow(tree, answer[done:])
         if reads:
-            drafter.absorb(past, [tokens[node] for node in path], features[past : past + len(path)])
+            drafter.absorb(past, tree.tokens[path].tolist(), features[past : past + len(path)])
         drafter.observe(Observation(emitted, tree, path, no_logits))
         calls.append(len(emitted))
         done, past = done + len(emitted), past + len(path)

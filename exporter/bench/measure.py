@@ -59,6 +59,7 @@ class Settings:
 
     Attributes:
         policies: drafters by name, compared with :data:`PLAIN`. max_nodes: widest tree; None: the drafter's own.
+        threads: of the engine, to find what was tuned for it.
     """
 
     policies: tuple[str, ...]
@@ -67,6 +68,7 @@ class Settings:
     top_p: float = 1.0
     repetitions: int = 1
     max_nodes: int | None = None
+    threads: int = 0
 
 
 def measure(
@@ -87,6 +89,7 @@ def measure(
             bundle,
             drafter=NO_DRAFTER if name == PLAIN else name,
             engine=engine,
+            threads=settings.threads,
             max_nodes=settings.max_nodes,
         )
         for name in names

@@ -5,14 +5,11 @@ Files are JSON lines, plain or gzipped. Data is never part of this package: name
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from specexport.profiles.data_files import prompt_of, read_records
 from specexport.runtime.errors import UsageError
 
 #: Where suites lie unless told otherwise: a folder with the files of :data:`SUITES`.
@@ -25,7 +22,6 @@ SUITES = {
 }
 #: Spec-Bench's 13 categories are 6 tasks (Xia et al. 2024, arXiv 2401.07851): MT-Bench's eight are one of them.
 _MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-_LIMIT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +62,7 @@ def read_suite(path: Path, tasks: tuple[str, ...] = (), count: int | None = None
     Raises:
         UsageError: nothing to read, or a line that is not such an object.
     """
-    prompts = [_prompt(record, f"{path}, line {number}") for number, record in _records(path)]
+    prompts = [_prompt(record, where) for where, record in read_records(path)]
     known = list(dict.fromkeys(prompt.task for prompt in prompts))
     if missing := [task for task in tasks if task not in known]:
         raise UsageError(f"--task {missing[0]}: {path.name} has {', '.join(known) or 'no prompts'}")
@@ -80,27 +76,8 @@ def read_suite(path: Path, tasks: tuple[str, ...] = (), count: int | None = None
     return chosen
 
 
-def _records(path: Path) -> list[tuple[int, Any]]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    records, total = [], 0
-    try:
-        with opener(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                total += len(line)
-                if total > _LIMIT:
-                    raise UsageError(f"{path}: more than {_LIMIT} characters")
-                if line.strip():
-                    records.append((number, json.loads(line)))
-    except (ValueError, RecursionError, EOFError, OSError, zlib.error) as error:
-        raise UsageError(f"{path}: not JSON lines ({error})") from None
-    return records
-
-
-def _prompt(record: Any, where: str) -> SuitePrompt:
-    if isinstance(record, dict):
-        turns = record.get("turns")
-        text = turns[0] if isinstance(turns, list) and turns else record.get("prompt", record.get("question"))
-        task = record.get("category", record.get("task", "all"))
-        if isinstance(text, str) and text and isinstance(task, str):
-            return SuitePrompt("mt_bench" if task in _MT_BENCH and isinstance(turns, list) else task, text)
-    raise UsageError(f'{where}: expected an object with "turns", "prompt" or "question", and maybe "category"')
+def _prompt(record: dict[str, object], where: str) -> SuitePrompt:
+    text, task = prompt_of(record, where), record.get("category", record.get("task", "all"))
+    if not isinstance(task, str):
+        raise UsageError(f"{where}: category or task must be text")
+    return SuitePrompt("mt_bench" if task in _MT_BENCH and "turns" in record else task, text)

@@ -10,8 +10,6 @@ would speak. An opener that begins the turn leads it to a kind of task.
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,17 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from specexport.exporter.tokenizer import TokenizerFiles
+from specexport.profiles.data_files import LIMIT, has_records, keys_of, open_data, read_records
 from specexport.runtime.chat import ChatTemplate
-from specexport.runtime.errors import SpecExportError, UsageError
+from specexport.runtime.errors import UsageError
 from specexport.runtime.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-_LINE_LIMIT = 1 << 22
 _MARK = "\u2063user text\u2063"
-
-
-class DataError(SpecExportError):
-    """A data file that cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,49 +44,34 @@ def read_items(path: Path, name: str = "prompt") -> Iterator[Item]:
     """The items of a file; ``name`` is the field of prompts.
 
     Raises:
-        DataError: no such file, or a line that is none of the kinds.
+        UsageError: no such file, or a line that is none of the kinds.
     """
-    plain = path.suffix == ".gz"
-    kind = Path(path.stem).suffix if plain else path.suffix
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if plain else path.open(encoding="utf-8") as lines:
-            if kind in (".jsonl", ".json"):
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        yield _item(line, name, f"{path}, line {number}")
-            else:
-                for paragraph in lines.read().split("\n\n"):
-                    if paragraph.strip():
-                        yield Item(text=paragraph.strip())
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as data ({error})") from None
+    if has_records(path):
+        for where, record in read_records(path):
+            yield _item(record, name, where)
+        return
+    with open_data(path) as stream:
+        for paragraph in stream.read(LIMIT).split("\n\n"):
+            if paragraph.strip():
+                yield Item(text=paragraph.strip())
 
 
-def _item(line: str, name: str, where: str) -> Item:
-    if len(line) > _LINE_LIMIT:
-        raise DataError(f"{where}: more than {_LINE_LIMIT} characters")
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON ({error})") from None
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: expected an object, got {line.strip()[:40]}")
+def _item(record: dict[str, Any], name: str, where: str) -> Item:
     task = record.get("task", "data")
     if not isinstance(task, str):
-        raise DataError(f"{where}: task must be text")
+        raise UsageError(f"{where}: task must be text")
     if isinstance(record.get("messages"), list) and record["messages"]:
         for message in record["messages"]:
             if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-                raise DataError(f"{where}: a message needs a role and a content, both text")
+                raise UsageError(f"{where}: a message needs a role and a content, both text")
         return Item(messages=tuple(record["messages"]), task=task)
     if isinstance(record.get(name), str):
         return Item(messages=({"role": "user", "content": record[name]},), task=task)
     if isinstance(record.get("text"), str):
         return Item(text=record["text"], task=task)
-    keys = ", ".join(sorted(map(str, record))[:8]) or "none"
-    raise DataError(
-        f'{where}: expected "messages", "{name}" or "text", got the keys {keys}: name the field of the prompts '
-        "with --field"
+    raise UsageError(
+        f'{where}: expected "messages", "{name}" or "text", got the keys {keys_of(record)}: name the field of the '
+        "prompts with --field"
     )
 
 

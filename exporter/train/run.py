@@ -84,7 +84,7 @@ def train(options: RunOptions, progress: Progress) -> dict[str, Any]:
         Figures of the run: sequences, tokens, held-out history, seconds.
 
     Raises:
-        UsageError, CheckpointError, DataError: options, files or data that do not fit.
+        UsageError, CheckpointError: options, files or data that do not fit.
     """
     if options.share_lm_head and options.train.head_lr:
         raise UsageError(f"--head-lr {options.train.head_lr} trains what --share-lm-head leaves out: drop one")

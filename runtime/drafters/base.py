@@ -111,6 +111,16 @@ class StepwiseDrafter(Drafter, Protocol):
 
 
 @runtime_checkable
+class LaggingDrafter(Drafter, Protocol):
+    """A drafter that catches up with the sequence when it is asked, not before: the first proposal costs the most."""
+
+    @property
+    def behind(self) -> int:
+        """Tokens that the next proposal has to catch up with."""
+        ...
+
+
+@runtime_checkable
 class DecidingDrafter(Drafter, Protocol):
     """A drafter that chooses whom to ask.
 

@@ -2,7 +2,8 @@
 
 Entry p of the draft cache joins the target's features of token p with token p + 1. It is stable: it is computed from
 true features only, once both are known, so the cache never holds what the drafter itself made up. One call of the graph
-appends what became known since the last call and grows a whole tree from the newest entry. Where the target samples, it
+appends what became known since the last call and grows a whole tree from the newest entry. Calls are made for proposals
+alone: who is not asked costs nothing but the memory of features, which is bounded. Where the target samples, it
 ranks with the target's noise (:mod:`specexport.runtime.drafters.noise`).
 """
 
@@ -25,8 +26,8 @@ from specexport.runtime.sampling import SamplingParams
 from specexport.runtime.tree import Tree
 
 _LOG = logging.getLogger(__name__)
-#: Most entries appended in one call: a long prompt is absorbed in pieces as it is prefilled.
-CHUNK = 256
+#: Most entries appended in one call, and bytes of features that wait for one.
+CHUNK, BACKLOG = 256, 64 << 20
 
 
 class RecurrentDrafter:
@@ -88,6 +89,16 @@ class RecurrentDrafter:
             return
         self._tokens += tokens
         self._features.append(features.copy())
+        if len(self._tokens) * features[0].nbytes > BACKLOG:
+            self._catch_up()
+
+    @property
+    def behind(self) -> int:
+        """See :class:`specexport.runtime.drafters.base.LaggingDrafter`."""
+        return len(self._tokens)
+
+    def _catch_up(self) -> None:
+        """Append all but the newest entries."""
         while len(self._tokens) > CHUNK:
             self._call(CHUNK, self._tokens[1 : CHUNK + 1])
 
@@ -115,6 +126,7 @@ class RecurrentDrafter:
         if self._proposal is None:
             if not self._tokens:
                 return Tree.chain([request.root])
+            self._catch_up()
             self._proposal = self._tree(self._call(len(self._tokens), [*self._tokens[1:], request.root]), request.root)
         return self._proposal.best(request.max_nodes, request.max_depth)
 

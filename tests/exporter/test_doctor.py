@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from specexport.exporter import cli, doctor
+from specexport.runtime import machine
 
 
 def test_examine(tmp_path: Path) -> None:
@@ -72,8 +73,10 @@ Features\t: fp asimd asimddp bf16 i8mm
 """
 
 
-def test_reads_arm_and_unknown_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_arm_and_unknown_systems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "_text", lambda path: ARM if path == "/proc/cpuinfo" else "")
+    (tmp_path / "cpuinfo").write_text(ARM)
+    monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "cpuinfo")
     cpu = doctor.examine(Path("/"))["cpu"]
     assert cpu["model"] == "Cortex-A78AE"
     assert cpu["features"] == ["asimd", "asimddp", "i8mm", "bf16"]

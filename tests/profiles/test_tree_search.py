@@ -155,3 +155,15 @@ def test_search_work_is_widths_times_depths() -> None:
 
     search(constant(0.6, 8, 8), step_s, lambda depth: 0.01 * depth, range(1, 65), max_depth=8)
     assert calls <= 8 * 64 + 1
+
+
+def test_a_copy_that_goes_on_gives_short_chains_more_than_their_first_rows_say() -> None:
+    """Matches of 7 tokens half of the time, else nothing: a chain of 3 takes a match in two steps."""
+    rows = ((0.5,), *((1.0,),) * 6, (0.0,))
+    chain = [(0,) * depth for depth in (1, 2, 3)]
+    assert expected_tokens(chain, rows) == pytest.approx(1 + 1.5)
+    assert expected_tokens(chain, rows, copies=True) == pytest.approx((0.5 * 1 + 0.5 * 8) / (0.5 * 1 + 0.5 * 2))
+    constant = ((0.6,),) * 4  # nothing to know about where a step begins
+    assert expected_tokens(chain, constant, copies=True) == pytest.approx(expected_tokens(chain, constant))
+    assert expected_tokens([], rows, copies=True) == 1.0
+    assert expected_tokens(chain, ((1.0,),), copies=True) == pytest.approx(4.0)

@@ -10,16 +10,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specexport.engines.ort import OrtEngine
+from specexport.exporter.cli import main
 from specexport.profiles import timing, tuner
+from specexport.profiles.calibrate import Recording, row_s
 from specexport.profiles.sizes import bundle_size, drafter_size, lookup_size
 from specexport.profiles.timing import measure_curve, noise_of
 from specexport.profiles.tuner import TuneOptions, read_prompts, tune_bundle, used_lengths, with_trees
 from specexport.runtime import device_profile
-from specexport.runtime.acceptance_table import AcceptanceTable
+from specexport.runtime.acceptance_table import Acceptance, AcceptanceCounter, AcceptanceTable
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.device_profile import find_profile, read_profile, write_profile
+from specexport.runtime.device_profile import (
+    DeviceProfile,
+    find_profile,
+    read_profile,
+    write_acceptance,
+    write_profile,
+)
+from specexport.runtime.engine import chains_only, find_engine
 from specexport.runtime.errors import UsageError
 from specexport.runtime.machine import this_machine
+from specexport.runtime.tree import Tree
 
 
 class Log:
@@ -71,6 +82,39 @@ def test_tune_writes_what_a_session_finds(bundle: Bundle, tmp_path: Path) -> Non
     assert result.to_dict()["profile"]["machine"]["threads"] == 1
 
 
+def test_bundles_that_verify_chains_are_measured_and_planned_with_chains(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rule is the session's: quantised, exact, on an engine that promises as much."""
+    raw = json.loads((bundle.path / "manifest.json").read_text())
+    raw["target"]["precision"] |= {"weights": "int8", "lm_head": "int8"}
+    (bundle.path / "manifest.json").write_text(json.dumps(raw))
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the quick fox\ndef add(a, b):\n")
+    options = TuneOptions(data=prompts, count=2, max_tokens=40, threads=1, name="here")
+    quantised = Bundle.load(bundle.path)
+
+    def widest(profile: DeviceProfile) -> int:
+        return max(len(row) for table in profile.acceptance.values() for row in table.acceptance)
+
+    profile = tune_bundle(bundle.path, options, Log()).profile
+    assert profile.chains and widest(profile) == 1
+    assert all(path == (0,) * len(path) for found in profile.trees.values() for tree in found for path in tree.paths)
+    # Acceptance that was counted on trees is planned with as far as chains go.
+    wide = {"recycling": AcceptanceTable(acceptance=((0.5, 0.3),) * 3, tried=(100,) * 3)}
+    write_acceptance(quantised, Acceptance(measured_on="trees", drafters=wide))
+    for machine in ("cpu-x86", "here"):
+        write_profile(quantised, "here", replace(profile, acceptance=wide))
+        assert main(["plan", str(bundle.path), "--profile", machine, "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert all(len(tree) == len(set(map(len, tree))) for tree in (each["tree"] for each in plan["estimates"]))
+        assert next(each["tau"] for each in plan["estimates"] if each["drafter"] == "recycling") <= 1.875
+    monkeypatch.setattr(OrtEngine, "width_exact", False, raising=False)
+    assert not chains_only(quantised.manifest.target.precision, find_engine("onnxruntime-cpu")(bundle.path))
+    branching = tune_bundle(bundle.path, options, Log()).profile
+    assert not branching.chains and widest(branching) > 1
+
+
 def test_a_busy_machine_is_said(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "TRUSTED_NOISE", -1.0)
     log = Log()
@@ -90,6 +134,16 @@ def test_a_changed_machine_is_said(bundle: Bundle) -> None:
     assert any("was An older CPU" in line for line in again.changes) and "the bundle: built anew" in again.changes
     assert any("An older CPU" in line for line in log.lines)
     assert read_profile(bundle, "here").machine == this_machine("onnxruntime-cpu", 1)
+
+
+def test_catching_up_with_the_prompt_is_told_apart_from_drafting() -> None:
+    run = Recording(counter=AcceptanceCounter(1), max_tokens=10, draft_s=0.01)  # reading the prompt
+    for spent in (0.5, 0.1, 0.1):
+        run.add_call(Tree.chain([1]), [0], [2])
+        run.draft_s += spent
+    assert run.first_draft_s == pytest.approx(0.51) and run.later_draft_s == pytest.approx(0.1)
+    assert row_s([(0.51, 100), (0.92, 200), (9.0, 10)], 0.1) == pytest.approx(0.0041)
+    assert row_s([(0.05, 100)], 0.1) == 0.0
 
 
 class Clock:

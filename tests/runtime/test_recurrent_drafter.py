@@ -11,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from specexport.runtime.contract import DRAFT_LOGPROBS, DRAFT_PARENTS, DRAFT_TOKENS, FEATURES, PAST, TOKENS
-from specexport.runtime.drafters import DraftRequest
+from specexport.runtime.drafters import DraftRequest, recurrent
+from specexport.runtime.drafters.base import LaggingDrafter
 from specexport.runtime.drafters.recurrent import CHUNK, RecurrentDrafter
 from specexport.runtime.errors import BundleError, UsageError
 
@@ -112,6 +113,20 @@ def test_a_long_prompt_is_absorbed_in_pieces() -> None:
     made.propose(request(999))
     check(graph, tokens, 999)
     assert max(graph.counts) == CHUNK
+
+
+def test_who_is_not_asked_costs_nothing_until_the_backlog_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = RecordingGraph()
+    made = drafter(graph, limit=10 * CHUNK)
+    absorb(made, 0, [5] * (CHUNK + 9))
+    absorb(made, CHUNK + 9, [6])
+    assert graph.counts == [] and made.behind == CHUNK + 10 and isinstance(made, LaggingDrafter)
+    made.propose(request(8))
+    assert graph.counts == [CHUNK, 10] and made.behind == 0
+    monkeypatch.setattr(recurrent, "BACKLOG", 4 * (CHUNK + 20))  # a feature has 4 bytes
+    for position in range(CHUNK + 10, 2 * CHUNK + 40):
+        absorb(made, position, [6])
+    assert graph.counts == [CHUNK, 10, CHUNK] and made.behind == 30
 
 
 def test_the_tree_is_cut_to_the_request() -> None:

@@ -44,13 +44,13 @@ def test_a_count_is_spread_over_each_task(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"text": "x"}\n', 'line 1: expected an object with "turns"'),
+        (b'{"text": "x"}\n', 'line 1: expected "turns", "prompt" or "question", got the keys text'),
         (b'{"turns": []}\n', "line 1"),
         (b"\n[1]\n", "line 2"),
-        (b"{", "not JSON lines"),
-        (b"\xff\xfe", "not JSON lines"),
+        (b"{", "line 1: not JSON"),
+        (b"\xff\xfe", "cannot be read"),
         (b"", "no prompts"),
-        (b"[" * 100_000, "not JSON lines"),
+        (b"[" * 100_000, "not JSON"),
     ],
 )
 def test_what_is_no_prompt_file_is_named(tmp_path: Path, content: bytes, message: str) -> None:
@@ -59,7 +59,7 @@ def test_what_is_no_prompt_file_is_named(tmp_path: Path, content: bytes, message
     with pytest.raises(UsageError, match=message):
         read_suite(path)
     (tmp_path / "b.gz").write_bytes(content or b"x")
-    with pytest.raises(UsageError, match="not JSON lines"):
+    with pytest.raises(UsageError, match="cannot be read"):
         read_suite(tmp_path / "b.gz")
 
 

@@ -13,7 +13,7 @@ from specexport.exporter.layers import Target
 from specexport.exporter.train.corpus import Corpus, Example, write_shard
 from specexport.exporter.train.generate import Prompt, write_answers
 from specexport.exporter.train.make import MakeOptions, Maker
-from specexport.exporter.train.prompts import Chat, DataError, Item, Openers, complete_turn, read_items
+from specexport.exporter.train.prompts import Chat, Item, Openers, complete_turn, read_items
 from specexport.exporter.train.run import make_corpus
 from specexport.runtime.errors import CheckpointError, UsageError
 from tests.exporter.train.conftest import QUIET, Tiny
@@ -135,10 +135,10 @@ def test_data_of_every_kind(tmp_path: Path) -> None:
 )
 def test_bad_lines_are_named(line: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text(line + "\n")
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(UsageError, match=said):
         list(read_items(tmp_path / "d.jsonl"))
     (tmp_path / "d.jsonl.gz").write_text(line)
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(UsageError, match="cannot be read"):
         list(read_items(tmp_path / "d.jsonl.gz"))
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from specexport.exporter.cli import main
 from specexport.exporter.pipeline import BuildOptions, build
-from specexport.exporter.train.fit import CountOptions, calibrate, chance_by_depth, expected_tau, measure_drift
+from specexport.exporter.train.fit import CountOptions, calibrate, chance_by_depth, count, expected_tau, measure_drift
 from specexport.exporter.train.run import train
 from specexport.runtime.acceptance_table import Acceptance, AcceptanceTable
 from specexport.runtime.bundle import Bundle
@@ -42,6 +42,16 @@ def test_acceptance_is_stored_in_the_bundle_which_still_loads(calibrated: tuple[
     assert list(found.drafters) == ["suffix"]
     assert "4 prompts of prompts.txt, 40 tokens, temperature 0, fp32" in found.measured_on
     assert found.drafters["suffix"].tried[0] > 10
+
+
+def test_chains_are_counted_where_a_session_verifies_chains(calibrated: tuple[Bundle, Path]) -> None:
+    bundle, data = calibrated
+    options = CountOptions(data, count=4, max_tokens=40, drafters=("recycling",), threads=1)
+    target = bundle.manifest.target
+    precision = replace(target.precision, weights="int8", lm_head="int8")
+    quantised = replace(bundle, manifest=replace(bundle.manifest, target=replace(target, precision=precision)))
+    trees, chains = (count(each, options, QUIET)["recycling"].acceptance for each in (bundle, quantised))
+    assert max(map(len, trees)) > 1 == max(map(len, chains))
 
 
 def test_the_same_prompts_fit_and_a_better_record_does_not(
@@ -125,11 +135,8 @@ def test_a_changed_target_drifts_and_a_head_trained_again_fits(tiny: Tiny, tmp_p
         bundle = build(build_options, QUIET).bundle
         acceptance, _ = calibrate(bundle, options, QUIET)
         taus[name] = expected_tau(chance_by_depth(acceptance.drafters["eagle3"]))
-    stale = Bundle.load(tmp_path / "stale")
-    recorded = read_acceptance(Bundle.load(tmp_path / "old"))
-    assert recorded is not None
-    write_acceptance(stale, recorded)
-    report = measure_drift(stale, QUIET, options=options, target=first.target)
+    stale, old = (Bundle.load(tmp_path / name) for name in ("stale", "old"))
+    report = measure_drift(stale, QUIET, options=options, target=first.target, baseline=old)
     assert report.target_changed
     assert report.drifts[0].share < 1.0
     assert taus["stale"] < taus["old"]

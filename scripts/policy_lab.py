@@ -1,0 +1,184 @@
+"""Compare policies over recorded answers, with the time of every step from a measured cost curve: no noise.
+
+    python scripts/policy_lab.py record BUNDLE --suite question.jsonl.gz --count 10 -o answers.jsonl
+    python scripts/policy_lab.py compare answers.jsonl --costs BUNDLE/profiles/MACHINE.json [--chains] [--learned]
+
+``record`` answers prompts plainly and asks every head of the bundle at every token; it goes on where it was stopped.
+``compare`` runs ``auto`` and every fixed policy (each drafter at each width) along those answers and shows, by task,
+the median speedup over plain decoding in the decode phase and how ``auto`` stands to the best fixed policy. One drafter
+lives through all answers, as in a server. Drafting costs what ``tune`` measured; the time that the controller itself
+takes is measured while it runs and added. ``--learned``: it does not know the curve but learns it from the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from time import process_time
+
+from specexport.exporter.bench.replay import Recorded, RecordedHead, Step, read_recorded, record, replay
+from specexport.exporter.bench.suites import SuitePrompt, read_suite
+from specexport.exporter.progress import Progress
+from specexport.runtime import Bundle, SamplingParams, Session
+from specexport.runtime.auto import MAX_NODES, recycling_joins
+from specexport.runtime.controller import Controller
+from specexport.runtime.costs import LearnedCosts
+from specexport.runtime.device_profile import DeviceProfile, MeasuredCosts
+from specexport.runtime.drafters import DRAFTERS, Drafter, make_drafter
+from specexport.runtime.engine import find_engine
+from specexport.runtime.records import parse_json, read_record
+from specexport.runtime.session import find_drafter
+
+WIDTHS = (2, 3, 4, 5, 6, 8, 12, 16)
+#: V of rows of logits; ids are below it.
+VOCABULARY = 1 << 18
+
+
+def record_answers(arguments: argparse.Namespace) -> None:
+    bundle = Bundle.load(arguments.bundle)
+    engine = find_engine(bundle.manifest.engine)(bundle.path, threads=arguments.threads)
+    session = Session(bundle, drafter="none", engine=engine)
+    found = [find_drafter(bundle, info.name, engine) for info in bundle.manifest.drafters if info.graph is not None]
+    heads = [head for head in found if head is not None]
+    by_task: dict[str, list[SuitePrompt]] = {}
+    for prompt in read_suite(arguments.suite, count=arguments.count):
+        by_task.setdefault(prompt.task, []).append(prompt)
+    # A run that is cut short has something of every task.
+    most = max(map(len, by_task.values()))
+    mixed = [mine[place] for place in range(most) for mine in by_task.values() if place < len(mine)]
+    done = len(arguments.output.read_text().splitlines()) if arguments.output.exists() else 0
+    with arguments.output.open("a") as file, Progress().stage("record", len(mixed)) as stage:
+        for number, prompt in enumerate(mixed):
+            stage.advance()
+            if number < done:
+                continue
+            tokens = session.encode(prompt.text, chat=bundle.chat_template is not None)
+            tokens = tokens[: bundle.manifest.target.slots - arguments.max_tokens]
+            params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens, seed=number)
+            answer = record(bundle.manifest, engine, heads, tokens, params, prompt.task)
+            file.write(answer.to_json() + "\n")
+            file.flush()
+
+
+class TrueDrafts(LearnedCosts):
+    """Learns steps from what it is told, and drafts from what they cost on the machine that was tuned."""
+
+    def __init__(self, costs: MeasuredCosts) -> None:
+        super().__init__()
+        self._true = costs
+
+    def observe_draft(self, name: str, seconds: float, behind: int = 0) -> None:
+        super().observe_draft(name, self._true.draft_s(name, behind), behind)
+
+
+class Lab:
+    """Answers, and what steps and drafts cost."""
+
+    def __init__(self, answers: Sequence[Recorded], profile: DeviceProfile, chains: bool) -> None:
+        self.answers, self.profile, self.chains = answers, profile, chains
+        self.costs = MeasuredCosts(profile)
+        self.heads = sorted(answers[0].trees)
+
+    def run(self, drafter: Drafter | None, heads: Sequence[RecordedHead], nodes: int) -> list[list[Step]]:
+        """Steps of every answer."""
+        return [
+            replay(
+                answer,
+                drafter,
+                heads,
+                nodes=nodes,
+                chains=self.chains,
+                vocab_size=VOCABULARY,
+                step_s=self.costs.step_s,
+            )
+            for answer in self.answers
+        ]
+
+    def seconds(self, runs: Sequence[Sequence[Step]], more_s: float) -> list[float]:
+        """Time of every answer; ``more_s`` is what each step costs beside target and heads."""
+        return [
+            sum(
+                self.costs.step_s(step.nodes, step.used)
+                + sum(self.costs.draft_s(*each) for each in step.asked.items())
+                + more_s
+                for step in steps
+            )
+            for steps in runs
+        ]
+
+    def fixed(self, name: str, nodes: int) -> list[float]:
+        """Seconds of every answer with one drafter, or ``none``."""
+        heads = [RecordedHead(name)] if name in self.heads else []
+        drafter = heads[0] if heads else make_drafter(name, VOCABULARY)
+        return self.seconds(self.run(drafter, heads, nodes), 0.0 if heads or not drafter else self.costs.draft_s(name))
+
+    def auto(self, learned: bool) -> tuple[list[list[Step]], float]:
+        """Steps of every answer with the controller, and the seconds that it takes itself for each."""
+        names = ["suffix", *(["recycling"] if recycling_joins(self.profile) else [])]
+        lookups = [drafter for name in names if (drafter := make_drafter(name, VOCABULARY))]
+        heads = [RecordedHead(name) for name in self.heads]
+        costs = TrueDrafts(self.costs) if learned else self.costs
+        controller = Controller(lookups, heads, costs, max_nodes=MAX_NODES, chains=self.chains)
+        begun = process_time()
+        runs = self.run(controller, heads, MAX_NODES)
+        return runs, (process_time() - begun) / sum(map(len, runs))
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    profile = read_record(DeviceProfile, parse_json(arguments.costs.read_bytes()))
+    answers = [answer for path in arguments.answers for answer in read_recorded(path) if len(answer.answer) >= 8]
+    if not arguments.mixed:
+        answers.sort(key=lambda answer: answer.task)
+    lab = Lab(answers, profile, arguments.chains or profile.chains)
+    plain = lab.fixed("none", 1)
+    policies = {(name, nodes): lab.fixed(name, nodes) for name in [*DRAFTERS, *lab.heads] for nodes in WIDTHS}
+    runs, own_s = lab.auto(arguments.learned)
+    auto = lab.seconds(runs, own_s)
+    print(f"auto's own time: {1e3 * own_s:.2f} ms a step")
+    print(
+        f"{'task':>15} {'n':>3}  auto  tau  best fixed          of it   {' '.join(f'{name:>9}' for name in lab.heads)}"
+    )
+    tasks = list(dict.fromkeys(answer.task for answer in answers))
+    for task in [*tasks, None]:
+        mine = [place for place, answer in enumerate(answers) if task in (None, answer.task)]
+
+        def speedup(seconds: Sequence[float], mine: list[int] = mine) -> float:
+            return median(plain[place] / seconds[place] for place in mine)
+
+        best = max(policies, key=lambda policy: speedup(policies[policy]))
+        fixed = max(1.0, speedup(policies[best]))
+        steps = [step for place in mine for step in runs[place]]
+        asked = " ".join(f"{sum(name in step.asked for step in steps) / len(steps):>8.0%}" for name in lab.heads)
+        print(
+            f"{task or 'all':>15} {len(mine):>3} {speedup(auto):5.2f} {sum(s.emitted for s in steps) / len(steps):4.2f}"
+            f"  {best[0] + ' ' + str(best[1]):<14} {fixed:5.2f} {speedup(auto) / fixed:5.3f}  asked {asked}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(required=True)
+    verb = verbs.add_parser("record")
+    verb.set_defaults(run=record_answers)
+    verb.add_argument("bundle", type=Path)
+    verb.add_argument("--suite", type=Path, required=True)
+    verb.add_argument("--count", type=int, default=10, help="Prompts of each task.")
+    verb.add_argument("--max-tokens", type=int, default=128)
+    verb.add_argument("--temperature", type=float, default=0.0)
+    verb.add_argument("--threads", type=int, default=0)
+    verb.add_argument("--output", "-o", type=Path, required=True)
+    verb = verbs.add_parser("compare")
+    verb.set_defaults(run=compare)
+    verb.add_argument("answers", type=Path, nargs="+")
+    verb.add_argument("--costs", type=Path, required=True, help="profiles/MACHINE.json that tune wrote.")
+    verb.add_argument("--chains", action="store_true", help="Verify chains only.")
+    verb.add_argument("--learned", action="store_true", help="The controller learns the costs of steps.")
+    verb.add_argument("--mixed", action="store_true", help="Tasks in turn instead of one after the other.")
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    main()
