@@ -20,6 +20,7 @@ from specexport.runtime.errors import SpecExportError
 #: Verb -> module that defines a command of that name. The order is that of the help.
 VERBS = {
     "build": "cli_build",
+    "compile": "cli_compile",
     "run": "cli_run",
     "bench": "cli_bench",
     "verify": "cli_build",

@@ -179,7 +179,7 @@ def build(options: BuildOptions, progress: Progress) -> BuildResult:
                     plan=resolve(drafting, tied=False)[0],
                 )
                 if not {precision.lm_head, precision.embedding, drafting.precision} & {*GPU_FORMATS}:
-                    lower_drafter(writer.path / str(info.graph), packed, exact=precision.exact)
+                    lower_drafter(writer.path / str(info.graph), packed)
                 drafters.insert(place, info)
         with progress.stage("fingerprint"):
             lineage = Lineage(
@@ -298,7 +298,7 @@ def _write_target(
         progress.log(f"{label}weights in {gpu[0]} run on GPUs only: there is no lowering for the CPU")
         return None
     with progress.stage(f"lower {label}for CPU"):
-        packed = lower_target(graph.parent, config, slots, activations, graph.name, exact=precision.exact)
+        packed = lower_target(graph.parent, config, slots, activations, graph.name)
         if packed is None:
             progress.log(
                 f"warning: heads of width {config.head_dim} have no fast attention on the CPU (it takes multiples "
