@@ -98,8 +98,9 @@ def no_mask(model: onnx.ModelProto) -> None:
 
 def other_sign(model: onnx.ModelProto) -> None:
     """Rotate the wrong way."""
-    node = next(node for node in model.graph.node if node.op_type == "RotaryEmbedding")
-    node.input[1], node.input[2] = node.input[2], node.input[1]
+    for node in model.graph.node:
+        if node.op_type == "GroupQueryAttention":
+            node.input[7], node.input[8] = node.input[8], node.input[7]
 
 
 @pytest.mark.usefixtures("quick")
