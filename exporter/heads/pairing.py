@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePath
@@ -80,12 +81,16 @@ def _lineage(record: HeadRecord, target: TargetConfig, source: str | None) -> li
     return warnings
 
 
+#: What GGUF files add to a model's name: their format, such as ``.Q4_K_M``, and the suffix.
+_GGUF = re.compile(r"([.-](i?q\d\w*|b?f16|f32))?\.gguf$", re.IGNORECASE)
+
+
 def _base(name: str) -> str:
     """The last part of a path or hub id, without what a snapshot or a file adds."""
     parts = [part for part in PurePath(name).parts if part not in ("/", ".")]
     hub = next((part for part in parts if part.startswith("models--")), None)
     last = hub.split("--")[-1] if hub is not None else parts[-1] if parts else ""
-    return last.removesuffix(".gguf").lower()
+    return _GGUF.sub("", last).lower()
 
 
 def _sizes(record: HeadRecord, target: TargetConfig, valid: int | None) -> list[str]:

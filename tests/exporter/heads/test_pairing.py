@@ -87,3 +87,21 @@ def test_permuted_vocabulary() -> None:
 def test_lineage_is_compared(lineage: HeadLineage, source: str, warnings: int, tmp_path: Path) -> None:
     found = check_pair(recurrent("eagle1", "eagle", lineage=lineage), TARGET, target_source=source)
     assert len(found) == warnings
+
+
+@pytest.mark.parametrize(
+    ("source", "same"),
+    [
+        ("/models/SmolLM2-135M-Instruct.Q4_1.gguf", True),
+        ("smollm2-135m-instruct-q4_k_m.gguf", True),
+        ("SmolLM2-135M-Instruct.BF16.gguf", True),
+        ("cache/models--HuggingFaceTB--SmolLM2-135M-Instruct/snapshots/0a1b", True),
+        ("SmolLM2-360M-Instruct.Q4_1.gguf", False),
+        ("SmolLM2-135M.gguf", False),
+    ],
+)
+def test_a_file_of_the_named_target_is_that_target(source: str, same: bool) -> None:
+    lineage = HeadLineage(verifier="HuggingFaceTB/SmolLM2-135M-Instruct")
+    record = replace(eagle3_record("eagle3", (2, 4, N)), lineage=lineage)
+    warnings = check_pair(record, TARGET, tokenizer(WORDS), tokenizer(WORDS), target_source=source)
+    assert ("acceptance may be low" in " ".join(warnings)) is not same
