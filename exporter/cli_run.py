@@ -137,9 +137,10 @@ def _standard_input() -> str:
 @click.option("--prompt", help="What to ask. [default: a question with something to predict in its answer]")
 @click.option("--cache", type=click.Path(path_type=Path, file_okay=False), help="Where to keep model and bundle.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Length of the answer.")
+@click.option("--heads", is_flag=True, help="Build trained heads in, and let the controller choose.")
 @threads_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def demo(prompt: str | None, cache: Path | None, max_tokens: int, threads: int, as_json: bool) -> int:
+def demo(prompt: str | None, cache: Path | None, max_tokens: int, heads: bool, threads: int, as_json: bool) -> int:
     """Fetch a small model, build a bundle, and answer a prompt twice: plain and speculative."""
     from specexport.exporter.demo import PROMPT, compare, demo_bundle
     from specexport.exporter.doctor import require_export
@@ -147,7 +148,7 @@ def demo(prompt: str | None, cache: Path | None, max_tokens: int, threads: int, 
     require_export("demo")
     progress = Progress()
     prompt = PROMPT if prompt is None else prompt
-    result = compare(demo_bundle(progress, cache), prompt, max_tokens, threads, progress)
+    result = compare(demo_bundle(progress, cache, heads), prompt, max_tokens, threads, progress)
     if as_json:
         echo_json(result.to_dict())
     else:

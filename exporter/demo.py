@@ -131,10 +131,14 @@ def _from_wheel(work: Path) -> Path:
     return target
 
 
-def demo_bundle(progress: Progress, cache: Path | None = None) -> Bundle:
-    """The demo's bundle: the one in the cache if the same exporter made it from the same file, else a new one."""
+def demo_bundle(progress: Progress, cache: Path | None = None, heads: bool = False) -> Bundle:
+    """The demo's bundle: the one in the cache if the same exporter made it from the same file, else a new one.
+
+    Args:
+        heads: build the trained heads in. On this small model their calls cost more than they save.
+    """
     folder = cache or cache_directory()
-    stem = "smollm2-135m-instruct-fp32-"
+    stem = f"smollm2-135m-instruct-fp32-{'heads-' if heads else ''}"
     path = folder / f"{stem}{_exporter_digest()}"
     try:
         return Bundle.load(path, check="full")
@@ -143,8 +147,8 @@ def demo_bundle(progress: Progress, cache: Path | None = None) -> Bundle:
     from specexport.exporter import pipeline
 
     gguf = fetch_smollm2(progress, cache)
-    heads = (str(HEADS / "eagle3"), str(HEADS / "medusa"))
-    options = pipeline.BuildOptions(source=str(gguf), output=path, heads=heads, overwrite=path.exists())
+    brought = tuple(str(HEADS / name) for name in ("eagle3", "medusa")) if heads else ()
+    options = pipeline.BuildOptions(source=str(gguf), output=path, heads=brought, overwrite=path.exists())
     bundle = pipeline.build(options, progress).bundle
     for old in folder.glob(f"{stem}*"):
         # Another checkout's bundle may be in use; one that nobody made anew for a day is not.

@@ -67,7 +67,7 @@ def test_run(smollm2_bundle: Bundle, capsys: pytest.CaptureFixture[str], monkeyp
     assert {"text", "token_ids", "tau", "acceptance_by_depth", "time_share", "bundle"} <= record.keys()
     assert set(record["time_share"]) == {"draft", "verify", "host"}
     assert record["bundle"] == path
-    assert record["drafter"] == "auto"  # the bundle has heads
+    assert record["drafter"] == "suffix"
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"Count from one to ten.")))
     assert cli.main([*words, "--no-spec", "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
