@@ -106,7 +106,7 @@ def choose(bundle: Path, trt: Tensorrt) -> Path:
     found = min(reasons)[1] if reasons else f"{ENGINES}/ has no *{RECORD_SUFFIX}"
     raise BundleError(
         f"no plan of this bundle runs on {trt.device.name}: {found}; make one with "
-        f"'specexport compile {bundle} --backend {trt.name.replace('_', '-')}'"
+        f"'specexport compile {bundle} --profile DEVICE --backend {trt.name.replace('_', '-')}'"
     )
 
 

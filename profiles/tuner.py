@@ -25,12 +25,13 @@ from specexport.runtime.device_profile import (
     read_profile,
     write_profile,
 )
+from specexport.runtime.drafters import NO_DRAFTER
 from specexport.runtime.engine import TargetEngine, chains_only, find_engine
 from specexport.runtime.errors import BundleError, UsageError
 from specexport.runtime.machine import Machine, this_machine
 from specexport.runtime.records import plain
 from specexport.runtime.sampling import SamplingParams
-from specexport.runtime.session import find_drafter
+from specexport.runtime.session import Session, find_drafter
 
 #: T that are measured, as far as the window allows.
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
@@ -222,16 +223,10 @@ def _run(
     depths = {info.name: drafter_size(bundle, info).depth for info in manifest.drafters}
     max_tokens = options.max_tokens if texts is not None else _TEXT_TOKENS
     room = max(1, min(MAX_PROMPT, engine.slots - max_tokens))
-    prompts = [_encode(bundle, text)[:room] for text in texts or TEXTS]
+    session = Session(bundle, drafter=NO_DRAFTER, engine=engine)
+    chat = CHAT_TEMPLATE in manifest.files
+    prompts = [session.encode(text, chat=chat)[:room] for text in texts or TEXTS]
     params = SamplingParams(max_tokens=min(max_tokens, engine.slots - room), temperature=options.temperature)
     nodes = min(CALIBRATION_NODES, max(2, engine.slots // 4))
     with progress.stage("run drafters", len(prompts) * (len(drafters) + 1)) as stage:
         return calibrate(manifest, engine, drafters, prompts, params, nodes=nodes, depths=depths, advance=stage.advance)
-
-
-def _encode(bundle: Bundle, text: str) -> list[int]:
-    """Through the chat template, where there is one."""
-    tokenizer = bundle.tokenizer
-    if CHAT_TEMPLATE not in bundle.manifest.files:
-        return tokenizer.encode(text)
-    return tokenizer.encode(tokenizer.chat_template().render([{"role": "user", "content": text}]), add_special=False)

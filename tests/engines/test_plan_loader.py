@@ -18,7 +18,8 @@ from specexport.engines.plan import read_plan, write_plan
 from specexport.engines.tensorrt_runtime import load_tensorrt, load_tensorrt_rtx
 from specexport.runtime.bundle import ENGINES, TARGET_GRAPH, Bundle, sha256
 from specexport.runtime.errors import BundleError, SpecExportError, UsageError
-from tests.engines.fake_gpu import CAPABILITY, VERSION, Gpu, compile_fake, target_profiles
+from tests.engines.fake_driver import CAPABILITY
+from tests.engines.fake_gpu import VERSION, Gpu, compile_fake, target_profiles
 
 PLUGIN = "specexport::TreeAttention:1"
 
@@ -78,7 +79,7 @@ REFUSALS: dict[str, tuple[Callable[[Bundle], Any], str]] = {
     "capability": (
         lambda b: edit(b, capabilities=("8.9", "12.0")),
         rf"runs on Fake GPU: engines/fake is for capability 8.9, 12.0, the device has {CAPABILITY}; make one with "
-        r"'specexport compile .*--backend tensorrt'",
+        r"'specexport compile .*--profile DEVICE --backend tensorrt'",
     ),
     "version": (lambda b: edit(b, version="10.3.0"), rf"was compiled by tensorrt 10.3.0, installed is {VERSION}"),
     "module": (lambda b: edit(b, module="tensorrt_rtx"), "was compiled by tensorrt_rtx, this engine is tensorrt"),
