@@ -1,14 +1,14 @@
 """What the build log of a plan says: the compiled layers, and what became of attention and of cache updates.
 
 The verbose log ends in one message, ``Layers:``, with a line for each compiled layer of each profile: its name, inputs,
-outputs and the ONNX nodes it came from. Without a GPU that is the only inspector, since a plan cannot be loaded. A
-profile but the first marks its tensors: ``present_k.0 [profile 3]``.
+outputs and the ONNX nodes it came from. Without a GPU that is the only inspector, since a plan cannot be loaded. The
+layers of a profile follow those of the one before; each but the first marks its tensors: ``present_k.0 [profile 3]``.
+Of a plan for several capabilities one is listed.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,10 @@ from pathlib import Path
 #: In the name of a layer that attends in one kernel (``_gemm_mha_v2``, ``_gemv_mha_v1``), or its type if a plugin.
 _FUSED, _PLUGIN = "mha", "plugin"
 _LAYER = re.compile(r"(?:\[[A-Z_]+\] )?Name: (?P<name>.*?), LayerType: (?P<kind>\w+), (?P<rest>.*)")
-_TENSOR = re.compile(r"Name: ([^,]+?)(?: \[profile \d+\])?, Dimensions: ")
+#: ``Location`` where a layer is not of the compiler's own making, such as a plugin.
+_TENSOR = re.compile(r"Name: ([^,]+?)(?: \[profile \d+\])?, (?:Location: \w+, )?Dimensions: ")
 _NODE = re.compile(r"\[ONNX Layer: ([^\]]+?)(?: \[profile \d+\])?\]")
+_PROFILE = re.compile(r"\[profile (\d+)\]")
 _MESSAGE = re.compile(r"\[(?P<severity>[A-Z_]+)\] (?P<text>.*)")
 #: Longest part of a message that an error repeats.
 _SHOWN = 400
@@ -25,13 +27,19 @@ _SHOWN = 400
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A compiled layer: names of inputs and outputs without their profile, and the ONNX nodes it does the work of."""
+    """A compiled layer of a profile: names of inputs and outputs, and the ONNX nodes it does the work of."""
 
+    profile: int
     name: str
     kind: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     nodes: tuple[str, ...]
+
+    @property
+    def is_plugin(self) -> bool:
+        """Whether a plugin computes it."""
+        return _PLUGIN in self.kind.lower()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +59,19 @@ class Fusion:
 
 def read_layers(lines: Iterable[str]) -> Iterator[Layer]:
     """The compiled layers that a log lists; none where it has no list."""
-    listing = False
+    listing, profile = False, 0
     for line in lines:
         if line.rstrip().endswith("] Layers:") or line.startswith("Layers:"):
             listing = True
             continue
         if not listing or (match := _LAYER.match(line)) is None:
             continue
-        before, _, after = match["rest"].partition("Outputs: [")
-        inputs = before.partition("Constants: [")[0]
-        outputs, _, metadata = after.partition("TacticName: ")
+        profile = max(profile, *map(int, _PROFILE.findall(line)), 0)
+        tensors, _, metadata = match["rest"].rpartition(", Metadata: ")
+        before, _, after = tensors.partition("Outputs: [")
+        inputs, outputs = before.partition("Constants: [")[0], after.partition("}]")[0]
         yield Layer(
+            profile,
             match["name"],
             match["kind"],
             tuple(_TENSOR.findall(inputs)),
@@ -76,28 +86,35 @@ def check_fusion(layers: Iterable[Layer], attention: Sequence[str], caches: Mapp
     Args:
         attention: names of the nodes. caches: output -> input. profiles: each compiles the graph once.
     """
-    fused: Counter[str] = Counter()
+    fused: dict[str, set[int]] = {name: set() for name in attention}
     seen: dict[str, list[str]] = {name: [] for name in attention}
-    read: set[str] = set()
-    written: set[str] = set()
+    written: dict[str, set[int]] = {output: set() for output in caches}
+    apart = set()
     for layer in layers:
-        read.update(layer.inputs)
-        written.update(layer.outputs)
-        alone = _FUSED in layer.name.lower() or _PLUGIN in layer.kind.lower()
+        for output, source in caches.items():
+            if output in layer.outputs:
+                written[output].add(layer.profile)
+            if source in layer.outputs or (
+                source in layer.inputs and not (layer.is_plugin and output in layer.outputs)
+            ):
+                apart.add(output)
         for node in seen.keys() & set(layer.nodes):
-            fused[node] += alone
             seen[node].append(layer.name)
+            if layer.is_plugin or _FUSED in layer.name.lower():
+                fused[node].add(layer.profile)
     reasons = {}
     for name, found in seen.items():
-        if fused[name] < profiles:
-            where = f"{fused[name]} of {profiles} profiles have its kernel" if fused[name] else "no kernel is its own"
+        if (count := len(fused[name])) < profiles:
+            where = f"{count} of {profiles} profiles have its kernel" if count else "no kernel is its own"
             reasons[name] = f"{where}; its layers are {', '.join(found[:3]) or 'not in the log'}"
     in_place = []
     for output, source in caches.items():
-        if source in read or source in written:
+        if output in apart:
             reasons[output] = f"{source} is read apart from {output}: the cache is copied"
-        elif output not in written:
+        elif not written[output]:
             reasons[output] = "no layer writes it"
+        elif (count := len(written[output])) < profiles:
+            reasons[output] = f"{count} of {profiles} profiles write it"
         else:
             in_place.append(output)
     return Fusion(tuple(name for name in attention if name not in reasons), tuple(in_place), reasons)

@@ -32,6 +32,7 @@ from specexport.engines.tensorrt_module import Compiler, check_capabilities, ope
 from specexport.exporter.compile_graph import (
     attention_nodes,
     cache_aliases,
+    check_plugin,
     slow_codes,
     source_files,
     target_sizes,
@@ -94,6 +95,8 @@ def compile_bundle(options: CompileOptions, progress: Progress) -> CompileResult
     profile = load_profile(options.profile)
     compiler = open_compiler(options.backend or profile.backend)
     capabilities = _capabilities(options, profile, compiler)
+    if options.plugin:
+        check_plugin(bundle.manifest.target)
     graphs = [TARGET_FILE, *dict.fromkeys(d.graph for d in bundle.manifest.drafters if d.graph is not None)]
     models = {name: ir.load(bundle.path / name) for name in graphs}
     for name, model in models.items():

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 import onnx_ir as ir
 
 from specexport.engines.plan import TensorInfo
-from specexport.engines.plugins.tree_attention import OPERATOR
+from specexport.engines.plugins.tree_attention import HEAD_DIMS, OPERATOR
 from specexport.exporter.graph_file import IR_DTYPES
 from specexport.runtime import contract
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.errors import SpecExportError, UsageError
-from specexport.runtime.manifest import FileInfo
+from specexport.runtime.manifest import FileInfo, TargetInfo
 
 _KINDS = {
     **{dtype: name for name, dtype in IR_DTYPES.items()},
@@ -81,6 +81,24 @@ def _codes(model: ir.Model) -> Iterator[tuple[ir.DataType, ir.Node]]:
         source = node.inputs[0] if node.op_type == "DequantizeLinear" else None
         if source is not None and source.const_value is not None:
             yield source.const_value.dtype, node
+
+
+def check_plugin(target: TargetInfo) -> None:
+    """Refuse what the attention plugin has no kernel for; of some of it TensorRT says nothing, and ends.
+
+    Raises:
+        UsageError: the type of its activations, or the width of its heads.
+    """
+    if (kind := target.precision.activations) not in ("fp16", "bf16"):
+        raise UsageError(
+            f"the attention plugin takes fp16 and bf16, the bundle's activations are {kind}: build with --activations "
+            "fp16"
+        )
+    if target.head_dim not in HEAD_DIMS:
+        raise UsageError(
+            f"the attention plugin takes heads of width {', '.join(map(str, HEAD_DIMS))}, the bundle's are "
+            f"{target.head_dim} wide: compile without --plugin"
+        )
 
 
 def tensor_infos(values: Sequence[ir.Value], graph: str) -> tuple[TensorInfo, ...]:

@@ -25,6 +25,20 @@ def layer(name: str, kind: str, inputs: list[str], outputs: list[str], *nodes: s
     )
 
 
+def plugin(node: str, source: str, output: str, profile: str = "") -> str:
+    """As it prints a plugin's."""
+    tensors = [
+        f"{{ Name: {name}{profile}, Location: Device, Dimensions: [1,2], Datatype: Half, Format: Format not available "
+        "due to dynamic shapes }"
+        for name in ("q", source, "a", output)
+    ]
+    return (
+        f"Name: {node}{profile}, LayerType: PluginV3, Inputs: [ {', '.join(tensors[:2])}], Outputs: [ "
+        f'{", ".join(tensors[2:])}], PluginType: TreeAttention, PluginVersion: "1", PluginMetadata: "[Metadata not '
+        f'provided by plugin]", TacticValue: 0x0000000000000000, StreamId: 0, Metadata: [ONNX Layer: {node}]'
+    )
+
+
 def log(*layers: str) -> list[str]:
     return ["[INFO] before\n", "[VERBOSE] Layers:\n", *(f"{line}\n" for line in layers), "[INFO] after\n"]
 
@@ -56,10 +70,36 @@ def test_a_cache_that_is_copied() -> None:
     assert "past_k.0 is read apart from present_k.0" in fusion.reasons["present_k.0"]
 
 
-def test_a_plugin_counts_as_fused() -> None:
-    lines = log(layer("attention.3", "PluginV3", ["q", "present_k.3"], ["a", "present_k.3"], "attention.3"))
-    fusion = check_fusion(read_layers(lines), ["attention.3"], {"present_k.3": "past_k.3"}, profiles=1)
-    assert fusion.attention == ("attention.3",) and fusion.caches == ("present_k.3",)
+def test_kernels_of_one_profile_do_not_stand_for_another() -> None:
+    lines = log(
+        layer("_gemv_mha_v1_myl1_5", "kgen", ["tokens"], ["present_k.0"], "attention.0"),
+        layer("_mha_reduce_myl1_6", "kgen", ["a"], ["b"], "attention.0"),
+        layer("__myl_MaxSubExpSum_myl3_7", "kgen", ["tokens [profile 1]"], ["b"], "attention.0"),
+    )
+    fusion = check_fusion(read_layers(lines), ["attention.0"], {"present_k.0": "past_k.0"}, profiles=2)
+    assert fusion.reasons["attention.0"].startswith("1 of 2 profiles have its kernel")
+    assert fusion.reasons["present_k.0"] == "1 of 2 profiles write it"
+
+
+def with_plugin(*others: str, output: str = "present_k.3") -> Fusion:
+    lines = log(
+        plugin("node_Attend_3", "past_k.3", output),
+        *others,
+        plugin("node_Attend_3", "past_k.3", output, " [profile 1]"),
+    )
+    return check_fusion(read_layers(lines), ["node_Attend_3"], {"present_k.3": "past_k.3"}, profiles=2)
+
+
+def test_a_plugin_attends_and_updates_in_place() -> None:
+    assert with_plugin() == Fusion(("node_Attend_3",), ("present_k.3",), {})
+
+
+def test_a_copy_around_a_plugin_is_seen() -> None:
+    """What reads the cache beside the plugin, and a plugin that writes to something else than the output."""
+    copied = with_plugin(layer("Reformatting CopyNode", "NoOp", ["past_k.3"], ["copy"]))
+    assert copied.attention == ("node_Attend_3",) and copied.caches == ()
+    after = with_plugin(layer("copy", "NoOp", ["t"], ["present_k.3"]), output="t")
+    assert "past_k.3 is read apart from present_k.3" in after.reasons["present_k.3"]
 
 
 def test_a_log_without_a_list() -> None:
