@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from specexport.runtime.bundle import inside, sha256
-from specexport.runtime.bundle_writer import replace_text
 from specexport.runtime.errors import BundleError, UsageError
 from specexport.runtime.manifest import DTYPES, PRECISIONS, FileInfo
 from specexport.runtime.records import (
@@ -40,6 +39,7 @@ from specexport.runtime.records import (
     table,
     text,
 )
+from specexport.runtime.replacing import replace_text
 
 PLAN_SCHEMA = 1
 #: Modules that compile plans.

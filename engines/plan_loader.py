@@ -96,7 +96,7 @@ def choose(bundle: Path, trt: Tensorrt) -> Path:
     Raises:
         BundleError: there is none, and why the nearest is none.
     """
-    folders = sorted(path.parent for path in (bundle / ENGINES).glob(f"*/{plan_names(TARGET_GRAPH)[1]}"))
+    folders = sorted(path.parent for path in (bundle / ENGINES).glob(f"[!.]*/{plan_names(TARGET_GRAPH)[1]}"))
     reasons = []
     for folder in folders:
         record = read_plan(folder, TARGET_GRAPH)

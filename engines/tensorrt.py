@@ -7,6 +7,7 @@ with TensorRT-RTX is for several compute capabilities at once. It is compiled in
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -122,21 +123,19 @@ def _run(job: Job, compiler: Compiler, report: Report, environment: Mapping[str,
     with tempfile.TemporaryFile("w+", errors="replace") as noise:
         command = [sys.executable, "-m", _WORKER]
         pipe = subprocess.PIPE
-        worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=noise, text=True, env=environment)
-        try:
-            assert worker.stdin is not None and worker.stdout is not None
-            worker.stdin.write(json.dumps(asdict(job)))
-            worker.stdin.close()
-            for line in worker.stdout:
-                event = json.loads(line)
-                built, failed = event.get("built"), event.get("failed")
-                if "phase" in event:
-                    report(event["phase"], event["done"], event["total"])
-            worker.wait()
-        finally:
-            if worker.poll() is None:
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=noise, text=True, env=environment) as worker:
+            try:
+                assert worker.stdin is not None and worker.stdout is not None
+                with contextlib.suppress(BrokenPipeError):  # it ended before it read
+                    print(json.dumps(asdict(job)), file=worker.stdin, flush=True)
+                for line in worker.stdout:
+                    event = json.loads(line)
+                    built, failed = event.get("built"), event.get("failed")
+                    if "phase" in event:
+                        report(event["phase"], event["done"], event["total"])
+                worker.wait()  # with its input open till then: it ends with that, so that no kill leaves it running
+            finally:
                 worker.kill()
-                worker.wait()
         noise.seek(0)
         last = next((line.strip() for line in reversed(noise.readlines()) if line.strip()), "it printed nothing")
     if failed is not None:

@@ -1,5 +1,7 @@
 """One plan, compiled in a process of its own: ``python -m specexport.engines.tensorrt_worker``, a job on its input.
 
+The job is a line of JSON. When the input ends after it, whoever wanted the plan is gone, and the worker ends at once.
+
 A compiler that aborts then takes nothing with it, its memory is given back before the next graph, and its peak is that
 of this plan alone. Events go to standard output, one JSON object a line: ``{"phase", "done", "total"}`` while it works
 and at the end ``{"built": ...}`` or ``{"failed": reason}``.
@@ -12,6 +14,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -213,6 +216,12 @@ def peak_rss() -> int:
         return 0
 
 
+def _end_with_input(handle: int) -> None:
+    while os.read(handle, 1):
+        pass
+    os._exit(1)  # the compiler cannot be asked to stop
+
+
 def main() -> int:
     """Read a job, build it, print events."""
     events = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -221,7 +230,8 @@ def main() -> int:
     def send(**event: Any) -> None:
         print(json.dumps(event), file=events, flush=True)
 
-    job = json.load(sys.stdin)
+    job = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_input, args=(sys.stdin.fileno(),), daemon=True).start()
     try:
         module = import_module(job["module"])
         built = build(job, module, lambda phase, done, total: send(phase=phase, done=done, total=total))

@@ -1,14 +1,17 @@
 """The command line: verbs by name, each imported when it is called, and one place that turns errors into exit codes.
 
 Results go to standard output, progress and messages to standard error. Exit codes: 0 done, 1 failed, 2 usage,
-130 interrupted.
+130 interrupted, 128 + N ended by signal N: half-done work is removed then, too.
 """
 
 from __future__ import annotations
 
 import io
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
@@ -65,6 +68,37 @@ def specexport() -> None:
     """Export a causal LM and its speculative drafters to ONNX, and decode faster with the same tokens."""
 
 
+class _Ended(BaseException):
+    """A signal that would have ended the process on the spot."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = signal.Signals(number)
+
+
+@contextmanager
+def _unwinding() -> Iterator[None]:
+    """Make exceptions of signals that end a process, so that it removes what it had half done and what it had started.
+
+    A signal that is ignored (``nohup``) stays so. Only the main thread has handlers.
+    """
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one must not stop the cleaning up
+        raise _Ended(number)
+
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    numbers = [signal.Signals[name] for name in names if threading.current_thread() is threading.main_thread()]
+    ours = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: what the verb returned, 0 for None.
 
@@ -76,7 +110,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a model writes what it likes, a terminal may not have the letters
     debug = "--debug" in arguments[: next((i for i, word in enumerate(arguments) if word in VERBS), None)]
     try:
-        code = specexport.main(arguments, prog_name="specexport", standalone_mode=False)
+        with _unwinding():
+            code = specexport.main(arguments, prog_name="specexport", standalone_mode=False)
+    except _Ended as error:
+        return _fail(f"ended by {error.signal.name}", 128 + error.signal)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return error.exit_code

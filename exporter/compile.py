@@ -8,7 +8,6 @@ or a cache that is copied, costs what speculation is to win.
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -49,6 +48,7 @@ from specexport.runtime import contract
 from specexport.runtime.bundle import ENGINES, Bundle
 from specexport.runtime.drafters.recurrent import CHUNK
 from specexport.runtime.errors import SpecExportError, UsageError
+from specexport.runtime.replacing import NewDirectory, clear
 
 #: Widest profile of a draft model: it is fed chains of what was accepted, and prompts.
 _DRAFT_WIDTH = 16
@@ -235,7 +235,8 @@ class _Work:
                 plain.lower(model, lacks)
         for source in source_files(self.bundle, self.graph, model, missing=True):
             if source != self.graph and not (folder / source).exists():
-                os.symlink(self.bundle.path / source, folder / source)
+                # Relative: of a bundle that is moved, what a killed process left must not lead out of it.
+                os.symlink(os.path.relpath(self.bundle.path / source, folder), folder / source)
         # Not *.onnx: whoever loads the bundle meanwhile would have to check it.
         (folder / f"{self.graph}.lowered").write_bytes(ir.to_proto(model).SerializeToString())
         return bool(lacks) and not self._plugin
@@ -293,24 +294,16 @@ def _keep_log(log: Path, place: Path) -> Path:
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
     """A folder to fill that takes the place of ``folder`` when all went well, and otherwise disappears."""
+    folder.parent.mkdir(exist_ok=True)
+    clear(folder)
     if folder.exists() and any(folder.iterdir()) and not plan_graphs(folder):
         raise UsageError(f"{str(folder)!r} holds something else than plans, so it is not replaced: move it away")
-    folder.parent.mkdir(exist_ok=True)
-    new, old = (folder.with_name(f".{folder.name}.{kind}-{secrets.token_hex(4)}") for kind in ("tmp", "old"))
-    new.mkdir()
-    try:
+    with NewDirectory(folder) as new:
         if (folder / _CACHE_FILE).is_file():
-            shutil.copyfile(folder / _CACHE_FILE, new / _CACHE_FILE)
-        (new / _WORK).mkdir()
-        yield new
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)
-    finally:
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-        for leftover in (new, old):
-            shutil.rmtree(leftover, ignore_errors=True)
+            shutil.copyfile(folder / _CACHE_FILE, new.path / _CACHE_FILE)
+        (new.path / _WORK).mkdir()
+        yield new.path
+        new.move()
 
 
 def describe(result: CompileResult) -> list[Mapping[str, object]]:

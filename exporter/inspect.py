@@ -46,7 +46,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
             "command": shlex.join(manifest.command),
             "devices": {
                 "profiles": profile_names(bundle),
-                "engines": sorted(path.name for path in (bundle.path / ENGINES).glob("*")),
+                "engines": sorted(path.name for path in (bundle.path / ENGINES).glob("[!.]*/")),
             },
         },
     }

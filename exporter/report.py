@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specexport.runtime.bundle import MAX_TEXT_BYTES, REPORT
-from specexport.runtime.bundle_writer import replace_text
+from specexport.runtime.replacing import replace_text
 
 #: Entry of the quality report, which is measured apart from the checks.
 QUALITY = "quality"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Self
 from specexport.runtime.bundle import Bundle, check_files, inside, sha256, walk
 from specexport.runtime.errors import BundleError, UsageError
 from specexport.runtime.manifest import MANIFEST_NAME, FileInfo, Manifest
+from specexport.runtime.replacing import NewDirectory, clear
 
 
 class BundleWriter:
@@ -32,13 +32,15 @@ class BundleWriter:
     def __init__(self, destination: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         self.destination = Path(destination).absolute()
         self.overwrite = overwrite
-        self.path = self._beside("tmp")
+        self._new = NewDirectory(self.destination)
+        self.path = self._new.path
 
     def __enter__(self) -> Self:
-        self._check_destination()
         try:
             self.destination.parent.mkdir(parents=True, exist_ok=True)
-            self.path.mkdir()
+            clear(self.destination)
+            self._check_destination()
+            self._new.__enter__()
         except OSError as error:
             raise UsageError(f"cannot write a bundle to {str(self.destination)!r}: {error.strerror}") from None
         return self
@@ -46,7 +48,7 @@ class BundleWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._new.__exit__(kind, error, trace)
 
     def add_file(self, name: str, content: str | bytes | Path) -> Path:
         """Write text (as UTF-8), bytes, or a copy of the file at a path as ``name``; returns where it lies."""
@@ -79,22 +81,10 @@ class BundleWriter:
             _sync(self.path / name)
         for folder, _, _ in os.walk(self.path):
             _sync(Path(folder))
-        self._move()
-        return Bundle(self.destination.resolve(), manifest)
-
-    def _move(self) -> None:
         self._check_destination()
-        old = self._beside("old")
-        if self.destination.exists():
-            self.destination.rename(old)
-        try:
-            self.path.rename(self.destination)
-        except BaseException:
-            if old.exists():
-                old.rename(self.destination)
-            raise
+        self._new.move()
         _sync(self.destination.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        return Bundle(self.destination.resolve(), manifest)
 
     def _check_destination(self) -> None:
         shown = repr(str(self.destination))
@@ -108,19 +98,6 @@ class BundleWriter:
             (self.destination / MANIFEST_NAME).is_file() or not any(self.destination.iterdir())
         ):
             raise UsageError(f"{shown} is not a bundle, so it is not replaced: choose another output")
-
-    def _beside(self, kind: str) -> Path:
-        return self.destination.with_name(f".{self.destination.name}.{kind}-{secrets.token_hex(4)}")
-
-
-def replace_text(path: Path, content: str) -> None:
-    """Write a text file whole or not at all; what a full disk or an interrupt leaves half done is removed."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        temporary.write_text(content, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from specexport.runtime.acceptance_table import ACCEPTANCE_FILE, Acceptance, AcceptanceTable
 from specexport.runtime.bundle import Bundle, inside, sha256
-from specexport.runtime.bundle_writer import replace_text
 from specexport.runtime.cost_curve import CostCurve
 from specexport.runtime.errors import BundleError, UsageError
 from specexport.runtime.machine import Machine
@@ -36,6 +35,7 @@ from specexport.runtime.records import (
     table,
     text,
 )
+from specexport.runtime.replacing import replace_text
 
 PROFILE_SCHEMA = 1
 PROFILES = "profiles"

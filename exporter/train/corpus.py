@@ -12,7 +12,6 @@ A shard is written under another name and renamed, so it exists whole or not at 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specexport.runtime.errors import CheckpointError
+from specexport.runtime.replacing import new_file, replace_text
 
 SETTINGS = "settings.json"
 
@@ -37,13 +37,6 @@ class Example:
     features: Tensor
 
 
-def write_atomically(path: Path, content: str) -> None:
-    """Write text so that ``path`` is the old file or the new one, never half of either."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(content, encoding="utf-8")
-    os.replace(temporary, path)
-
-
 def write_shard(path: Path, sequences: Sequence[Example], dtype: torch.dtype = torch.bfloat16) -> None:
     """Write sequences as one shard, features in ``dtype``."""
     lengths = torch.tensor([0, *(len(s.tokens) for s in sequences)])
@@ -53,9 +46,8 @@ def write_shard(path: Path, sequences: Sequence[Example], dtype: torch.dtype = t
         "learn": torch.cat([s.learn for s in sequences]).to(torch.uint8),
         "features": torch.cat([s.features for s in sequences]).to(dtype),
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file(tensors, temporary)
-    os.replace(temporary, path)
+    with new_file(path) as temporary:
+        save_file(tensors, temporary)
 
 
 class Corpus:
@@ -122,4 +114,4 @@ def open_directory(directory: Path, settings: Mapping[str, Any]) -> None:
                 f"{wanted.get(changed[0])!r}: name another --work directory, or remove it"
             )
     else:
-        write_atomically(path, json.dumps(wanted, indent=1) + "\n")
+        replace_text(path, json.dumps(wanted, indent=1) + "\n")

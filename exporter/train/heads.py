@@ -25,7 +25,7 @@ from specexport.exporter.heads.trees import DynamicTree
 from specexport.exporter.layers import Block, Linear, Target
 from specexport.exporter.quantize.plan import FLOATS
 from specexport.exporter.rope import rope_tables
-from specexport.exporter.train.corpus import write_atomically
+from specexport.runtime.replacing import new_file, replace_text
 
 METHODS = ("eagle3", "eagle1", "medusa")
 _PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -280,13 +280,12 @@ def save_head(
     folder.mkdir(parents=True, exist_ok=True)
     medusa = isinstance(record, MedusaRecord)
     path = folder / ("medusa_lm_head.safetensors" if medusa else "model.safetensors")
-    temporary = path.with_name(f".{path.name}.part")
-    save_file(public_tensors(record, trained, FLOATS[dtype]), temporary, metadata={"format": "pt"})
-    temporary.replace(path)
+    with new_file(path) as temporary:
+        save_file(public_tensors(record, trained, FLOATS[dtype]), temporary, metadata={"format": "pt"})
     config = public_config(record, target_name, {"fp16": "float16", "bf16": "bfloat16"}.get(dtype, "float32"))
     if record.method == "eagle3":
         config[OVERRIDES] = {"captures": list(record.captures)}  # the default of many targets, but never left to guess
         if record.lm_head == "target":
             config[OVERRIDES]["lm_head"] = "target"
     config[TRAINING] = {"captures": list(record.captures), **training}
-    write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    replace_text(folder / "config.json", json.dumps(config, indent=2) + "\n")

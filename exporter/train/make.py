@@ -18,10 +18,11 @@ import torch
 
 from specexport.exporter.progress import Progress
 from specexport.exporter.train.batch import BatchedTarget
-from specexport.exporter.train.corpus import Example, open_directory, write_atomically, write_shard
+from specexport.exporter.train.corpus import Example, open_directory, write_shard
 from specexport.exporter.train.generate import Prompt, read_states, write_answers
 from specexport.exporter.train.prompts import Chat, Item, Message, Openers, complete_turn
 from specexport.runtime.errors import UsageError
+from specexport.runtime.replacing import replace_text
 
 #: Most tokens of a made-up turn.
 TURN = 96
@@ -106,7 +107,7 @@ class Maker:
         with progress.stage("write answers", len(todo)) as stage:
             for number in todo:
                 examples, notes = self.round(number)
-                write_atomically(self._shard(number).with_suffix(".json"), json.dumps(notes, indent=0))
+                replace_text(self._shard(number).with_suffix(".json"), json.dumps(notes, indent=0))
                 write_shard(self._shard(number), examples)
                 stage.advance()
                 learnt = sum(int(example.learn.sum()) for example in examples)

@@ -21,7 +21,7 @@ from specexport.exporter.heads.record import MedusaRecord, RecurrentRecord
 from specexport.exporter.heads.recurrent import RecurrentDrafter
 from specexport.exporter.progress import Progress
 from specexport.exporter.train import medusa, recurrent
-from specexport.exporter.train.corpus import Corpus, write_atomically
+from specexport.exporter.train.corpus import Corpus
 from specexport.exporter.train.heads import (
     Shape,
     lm_head,
@@ -38,6 +38,7 @@ from specexport.exporter.train.recurrent import RecurrentTrainer
 from specexport.exporter.train.target import Opened, open_target
 from specexport.exporter.train.trainer import Learner, Trainer, TrainOptions
 from specexport.runtime.errors import UsageError
+from specexport.runtime.replacing import replace_text
 
 #: What a target in the dtype of training is called in a bundle's manifest.
 _PRECISION = {"float32": "fp32", "bfloat16": "bf16"}
@@ -125,7 +126,7 @@ def train(options: RunOptions, progress: Progress) -> dict[str, Any]:
         "held_out": trainer.history[-1],
     }
     save_head(options.output, record, parameters, figures, target_name=options.target, dtype=options.dtype)
-    write_atomically(options.output / "training.json", json.dumps(trainer.history, indent=1) + "\n")
+    replace_text(options.output / "training.json", json.dumps(trainer.history, indent=1) + "\n")
     return figures | {"seconds": round(time.monotonic() - started, 1), "history": trainer.history}
 
 

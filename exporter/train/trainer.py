@@ -8,7 +8,6 @@ falls linearly to zero over the last part, so that a run can be made longer or s
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from specexport.exporter.progress import Progress
 from specexport.exporter.train.corpus import Corpus, Example
 from specexport.exporter.train.rows import Pack, batches, learnt_rows, pack
 from specexport.runtime.errors import CheckpointError
+from specexport.runtime.replacing import new_file
 
 
 class Learner(Protocol):
@@ -250,9 +250,8 @@ class Trainer:
             "parameters": {name: parameter.detach() for name, parameter in self.parameters.items()},
             "optimisers": [optimiser.state_dict() for optimiser, _ in self.optimisers],
         }
-        temporary = self.path.with_name(f".{self.path.name}.part")
-        torch.save(state, temporary)
-        os.replace(temporary, self.path)
+        with new_file(self.path) as temporary:
+            torch.save(state, temporary)
 
     def _load(self) -> None:
         state = torch.load(self.path, map_location="cpu", weights_only=True)
