@@ -65,7 +65,9 @@ class PerDrafter(click.ParamType[tuple[str | None, Any]]):
 )
 @click.option("--embedding", type=click.Choice(PRECISIONS), help="Of the input table. [default: as --lm-head]")
 @click.option(
-    "--drafter-precision", type=click.Choice(PRECISIONS), help="Of heads and draft model. [default: as --precision]"
+    "--drafter-precision",
+    type=click.Choice(PRECISIONS),
+    help="Of heads and draft model. [default: as --precision, int8 beside fp32]",
 )
 @click.option(
     "--block-size",

@@ -7,8 +7,9 @@ target. Answers are kept under --work, and prompts that were done are not done a
 
     python scripts/measure_heads.py MODEL question.jsonl.gz --heads eagle3=E --heads medusa=M --work DIR [--every 8]
 
-Policies: every head, ``suffix`` alone, and ``suffix3+HEAD``: the suffix drafter where at least three tokens match, else
-the head. ``cut``: the same up to the first twelve tokens that the answer had before (small greedy targets loop, which
+Policies: every head, ``suffix`` alone, ``suffix|HEAD``: the suffix drafter where at least three tokens match, else the
+head, and ``suffix+HEAD``: both trees joined as the runtime joins them, the surest nodes of both (each drafter's word
+weighed by how often it came true in the prompts before). ``cut``: the same up to the first twelve tokens that the answer had before (small greedy targets loop, which
 flatters everybody). Intervals: 95%, bootstrap over prompts.
 """
 
@@ -33,9 +34,11 @@ from specexport.exporter.train.corpus import Corpus, Example, write_shard
 from specexport.exporter.train.generate import Prompt, write_answers
 from specexport.exporter.train.target import open_target
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.calibration import Calibration
 from specexport.runtime.drafters.base import Drafter, DraftRequest, FeatureDrafter, Observation
 from specexport.runtime.drafters.suffix import SuffixDrafter
-from specexport.runtime.engine import find_engine
+from specexport.runtime.engine import TargetEngine, find_engine
+from specexport.runtime.merge import Draft, join
 from specexport.runtime.session import find_drafter
 from specexport.runtime.tree import Tree
 
@@ -49,10 +52,9 @@ TASKS = {
 class LookupElse:
     """A long match is copied, otherwise a head is asked."""
 
-    name = "suffix3"
-
     def __init__(self, head: FeatureDrafter, vocab_size: int) -> None:
         self.head, self.lookup = head, SuffixDrafter(vocab_size, min_match=3)
+        self.name = f"{self.lookup.name}|{head.name}"
 
     def absorb(self, first: int, tokens: Sequence[int], features: Any) -> None:
         self.head.absorb(first, tokens, features)
@@ -66,6 +68,38 @@ class LookupElse:
         return found if len(found) > 1 else self.head.propose(request)
 
     def observe(self, observation: Observation) -> None:
+        self.lookup.observe(observation)
+        self.head.observe(observation)
+
+
+class Merged:
+    """A copy and a head's tree in one, cut to the nodes that are surest."""
+
+    def __init__(self, head: FeatureDrafter, vocab_size: int) -> None:
+        self.head, self.lookup = head, SuffixDrafter(vocab_size)
+        self.name = f"{self.lookup.name}+{head.name}"
+        self.calibrations = (Calibration(), Calibration())
+        self.proposed: tuple[Tree, ...] = ()
+
+    def absorb(self, first: int, tokens: Sequence[int], features: Any) -> None:
+        self.head.absorb(first, tokens, features)
+
+    def begin(self, tokens: Sequence[int], first: int) -> None:
+        self.lookup.begin(tokens, first)
+        self.head.begin(tokens, first)
+
+    def propose(self, request: DraftRequest) -> Tree:
+        self.proposed = (self.lookup.propose(request), self.head.propose(request))
+        drafts = [
+            Draft(tree, calibration.chances(tree))
+            for tree, calibration in zip(self.proposed, self.calibrations, strict=True)
+        ]
+        return join(drafts, request.root, request.max_depth).tree(request.max_nodes)
+
+    def observe(self, observation: Observation) -> None:
+        for tree, calibration in zip(self.proposed, self.calibrations, strict=False):  # none before a last token
+            calibration.learn(tree, observation.emitted)
+        self.proposed = ()
         self.lookup.observe(observation)
         self.head.observe(observation)
 
@@ -179,10 +213,8 @@ def main() -> None:
     policies: dict[str, Drafter] = {"suffix": SuffixDrafter(valid)}
     for heads in arguments.heads:
         name = heads.split("=", 1)[0]
-        for policy in (name, f"suffix3+{name}"):
-            head = find_drafter(bundle, name, engine)
-            assert isinstance(head, FeatureDrafter)
-            policies[policy] = head if policy == name else LookupElse(head, valid)
+        alone, behind, joined = (_head(bundle, name, engine) for _ in range(3))
+        policies |= {name: alone, f"suffix|{name}": LookupElse(behind, valid), f"suffix+{name}": Merged(joined, valid)}
     done = {line["prompt"] for line in lines}
     with results.open("a") as file, torch.no_grad():
         for number, task, example in answers(arguments, captures, done):
@@ -197,6 +229,12 @@ def main() -> None:
             file.write(json.dumps(line) + "\n")
             file.flush()
     show(lines, arguments)
+
+
+def _head(bundle: Bundle, name: str, engine: TargetEngine) -> FeatureDrafter:
+    head = find_drafter(bundle, name, engine)
+    assert isinstance(head, FeatureDrafter)
+    return head
 
 
 def bundle_of(arguments: argparse.Namespace) -> Bundle:

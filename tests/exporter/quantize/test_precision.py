@@ -18,6 +18,7 @@ from specexport.exporter.progress import Progress
 from specexport.exporter.quantize.choice import PrecisionOptions, resolve
 from specexport.exporter.quantize.plan import Format
 from specexport.runtime import Bundle, SamplingParams, Session
+from specexport.runtime.engine import Step
 from specexport.runtime.errors import UsageError
 from tests.e2e.test_heads import CASES, WINDOW, write_words
 from tests.exporter.heads.writers import TARGET_CONFIG, Random, llama_tensors
@@ -70,10 +71,7 @@ def made(source: Path, output: Path, precision: PrecisionOptions, **more: Any) -
 
 
 def logits(engine: OrtEngine, count: int = 24) -> Any:
-    tokens = np.random.default_rng(5).integers(0, 300, count)
-    nothing = np.zeros(0, np.int64)
-    rows = np.arange(count)
-    return engine.run(tokens, rows, np.tri(count, dtype=bool), 0, 0, nothing, rows).copy()
+    return engine.run(Step.chain(np.random.default_rng(5).integers(0, 300, count))).copy()
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -154,6 +152,23 @@ def test_a_head_has_its_own_precision_and_the_targets_tables(drafting: str | Non
         for name in ("none", info.name)
     ]
     assert len(tokens[0]) == len(tokens[1])
+
+
+@pytest.mark.parametrize("case", ["eagle1", "medusa_legacy"])
+def test_beside_fp32_a_head_has_8_bits_and_its_own_lm_head(case: str, tmp_path: Path) -> None:
+    """Reading the target's fp32 lm_head would be most of a draft; its embedding is read a row at a time and shared."""
+    target = write_checkpoint(tmp_path / "target", TARGET_CONFIG, llama_tensors(Random(1)))
+    write_words(target)
+    heads = CASES[case].write(tmp_path / "heads")
+    options = BuildOptions(str(target), tmp_path / "bundle", window=WINDOW, heads=(str(heads),))
+    bundle = build(options, Progress(quiet=True)).bundle
+    (info,) = (info for info in bundle.manifest.drafters if info.graph is not None)
+    assert info.graph is not None
+    stored = kinds(bundle.path / info.graph)
+    assert {kind for name, kind in stored.items() if name.endswith(".codes")} == {ir.DataType.INT8}
+    assert "lm_head.codes" in stored
+    assert {stored.get("embedding")} <= {ir.DataType.FLOAT, None}
+    assert bundle.manifest.target.precision.weights == "fp32"
 
 
 def test_a_head_for_another_precision_is_told() -> None:
