@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.controller import Controller, FeatureController
-from specexport.runtime.costs import Costs, LearnedCosts
+from specexport.runtime.costs import NODE_SHARE, NODE_SHARES, Costs, LearnedCosts
 from specexport.runtime.device_profile import DeviceProfile, MeasuredCosts, find_profile
 from specexport.runtime.drafters import DRAFTERS, GRAPH_DRAFTERS, NO_DRAFTER, Drafter, make_drafter
 from specexport.runtime.drafters.base import FeatureDrafter
@@ -13,6 +13,7 @@ from specexport.runtime.drafters.recycling import RecyclingDrafter
 from specexport.runtime.drafters.suffix import SuffixDrafter
 from specexport.runtime.engine import TargetEngine
 from specexport.runtime.machine import this_machine
+from specexport.runtime.worth import Prior
 
 AUTO = "auto"
 #: Widest tree that the controller may choose, the root included.
@@ -47,7 +48,8 @@ def make_controller(
     """
     offered = bundle.manifest.drafters
     profile = find_profile(bundle, this_machine(engine_name, threads))
-    costs: Costs = LearnedCosts() if profile is None else MeasuredCosts(profile)
+    share = NODE_SHARES.get(bundle.manifest.target.precision.weights, NODE_SHARE)
+    costs: Costs = LearnedCosts(share) if profile is None else MeasuredCosts(profile)
     kinds = {info.kind for info in offered if info.kind in DRAFTERS}
     kinds -= {kind for kind, by in _COVERED.items() if by in kinds}
     if kinds > {RecyclingDrafter.name} and not recycling_joins(profile):
@@ -74,13 +76,12 @@ def recycling_joins(profile: DeviceProfile | None) -> bool:
     return profile is not None and known is not None and known.seconds <= RECYCLING_SHARE * profile.cost.step_s(1, 0)
 
 
-def _priors(profile: DeviceProfile | None) -> dict[str, float]:
-    """What drafters are worth beside plain decoding, by the acceptance and the costs that were measured."""
+def _priors(profile: DeviceProfile | None) -> dict[str, Prior]:
+    """What drafters add to plain decoding, by the acceptance and the costs that were measured."""
     if profile is None:
         return {}
     plain_s = MeasuredCosts(profile).step_s(1, profile.typical_used)
-    return {
-        name: max(tree.tau / tree.seconds for tree in trees) * plain_s - 1.0
-        for name, trees in profile.trees.items()
-        if trees
+    best = {
+        name: max(trees, key=lambda tree: tree.tau / tree.seconds) for name, trees in profile.trees.items() if trees
     }
+    return {name: Prior(tree.tau - 1.0, tree.seconds / plain_s - 1.0) for name, tree in best.items()}

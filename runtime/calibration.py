@@ -17,7 +17,7 @@ EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.985)
 #: Depths from here on share their counts.
 DEPTHS = 4
 _BINS = len(EDGES) + 1
-_PRIOR = 4.0  # observations that the coarser estimate is worth, ...
+_PRIOR = 16.0  # observations that the coarser estimate is worth, ...
 _SETTLED = 6.0  # ... and those that all of the past is worth beside the last ones
 _UNKNOWN = 0.7  # chance of a draft before any was seen
 _MOST = 96.0  # beyond it both counts are halved: about the last 100 decisions count

@@ -21,19 +21,18 @@ class Costs(Protocol):
     def observe_draft(self, name: str, seconds: float, behind: int = 0) -> None: ...
 
 
-#: Before anything was measured: each further node costs this share of a call of one node. It is what fp32 costs on a
-#: CPU; 4-bit weights cost more a node, accelerators less.
-NODE_SHARE = 0.06
-#: A draft costs this share of a call of one node, until it was timed.
-DRAFT_SHARE = 0.2
-#: So does each token that a drafter has to catch up with, until that was timed.
-ROW_SHARE = 0.008
+#: Before anything was measured: each further node costs this share of a call of one node, by the format of the weights:
+#: the fewer bytes are read, the more it shows that there is something to compute. Seen on x86 CPUs.
+NODE_SHARE, NODE_SHARES = 0.05, {"int8": 0.12, "int4": 0.2}
+#: Before it was timed: a draft costs this share of a call of one node, each token that a drafter has to catch up with
+#: that one; and how far either may be off.
+DRAFT_SHARE, ROW_SHARE = (0.4, 0.4), (0.003, 0.003)
 #: Weight of the newest measurement.
 _RATE = 0.05
 #: A measurement beyond this multiple of what was expected is a hiccup of the machine and counts as the multiple.
 _CLIP = 2.0
-#: Tokens to catch up with from which on they decide the time of a proposal.
-_LAG = 64
+#: How far the time of one proposal may be off what proposals take, of that; how much less sure a time is for being old.
+_JITTER, _AGE = 0.25, 1.05
 #: Calls of one width that its departure from the line is a mean of.
 _STAIRS = 24.0
 #: How many measurements of other widths the prior slope is worth.
@@ -43,29 +42,32 @@ _PRIOR = 4.0
 class LearnedCosts:
     """A straight line through the times of the calls so far, older ones counting less, and what widths depart from it.
 
-    ``t(T) = base + slope * (T - 1)`` by weighted least squares, with the prior that ``slope`` is
-    :data:`NODE_SHARE` of ``base``. Kernels work in blocks of rows, so times climb stairs: a width that was seen often
+    ``t(T) = base + slope * (T - 1)`` by weighted least squares, with the prior that ``slope`` is a known share of
+    ``base``. Kernels work in blocks of rows, so times climb stairs: a width that was seen often
     costs what it cost. Good for a first hour on an unknown machine; ``specexport tune`` measures the curve itself.
+
+    Args:
+        node_share: what a further node costs before anything was measured, see :data:`NODE_SHARES`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, node_share: float = NODE_SHARE) -> None:
+        self._node_share = node_share
         # Exponentially weighted sums of 1, x, t, x * x and x * t with x = T - 1.
         self._one = self._x = self._t = self._xx = self._xt = 0.0
         self._base, self._slope = 0.0, 0.0
         #: Calls (at most :data:`_STAIRS`) and mean departure from the line, by width.
         self._stairs: dict[int, tuple[float, float]] = {}
-        self._drafts: dict[str, float] = {}
-        self._rows: dict[str, float] = {}  # of a token to catch up with
+        self._drafts: dict[str, _DraftTime] = {}
 
     def step_s(self, nodes: int, used: int) -> float:
         if not self._one:
-            return 1.0 + NODE_SHARE * (nodes - 1)
+            return 1.0 + self._node_share * (nodes - 1)
         seen, departure = self._stairs.get(nodes, (0.0, 0.0))
         return max(0.5 * self._base, self._base + self._slope * (nodes - 1) + departure * seen / (seen + _PRIOR))
 
     def draft_s(self, name: str, behind: int = 0) -> float:
-        step_s = self.step_s(1, 0)
-        return self._drafts.get(name, DRAFT_SHARE * step_s) + behind * self._rows.get(name, ROW_SHARE * step_s)
+        known = self._drafts.get(name) or _DraftTime(self.step_s(1, 0))
+        return known.seconds(behind)
 
     def observe_step(self, nodes: int, used: int, seconds: float) -> None:
         if self._one:
@@ -80,7 +82,7 @@ class LearnedCosts:
         mean_x, mean_t = self._x / self._one, self._t / self._one
         variance = self._xx / self._one - mean_x * mean_x
         covariance = self._xt / self._one - mean_x * mean_t
-        prior = NODE_SHARE * mean_t / (1.0 + NODE_SHARE * mean_x)
+        prior = self._node_share * mean_t / (1.0 + self._node_share * mean_x)
         weight = _PRIOR / self._one
         self._slope = max(0.0, (covariance + weight * prior) / (variance + weight))
         self._base = max(mean_t - self._slope * mean_x, 0.1 * mean_t)
@@ -90,11 +92,40 @@ class LearnedCosts:
         self._stairs[nodes] = seen, departure
 
     def observe_draft(self, name: str, seconds: float, behind: int = 0) -> None:
-        if behind >= _LAG:
-            self._rows[name] = max(0.0, seconds - self.draft_s(name)) / behind
-            return
         known = self._drafts.get(name)
-        seconds = max(0.0, seconds - self.draft_s(name, behind) + self.draft_s(name))
-        if known is not None:
-            seconds = known + 4 * _RATE * (min(seconds, _CLIP * known) - known)
-        self._drafts[name] = seconds
+        if known is None:
+            known = self._drafts[name] = _DraftTime(self.step_s(1, 0))
+        known.observe(seconds, behind)
+
+
+class _DraftTime:
+    """Time of a proposal and of each token to catch up with: a Kalman filter (1960) of the two.
+
+    The first proposal after a prompt shows their sum; what is known beforehand splits it.
+
+    Args:
+        step_s: time of a call of one node.
+    """
+
+    def __init__(self, step_s: float) -> None:
+        self._draft_s, self._row_s = DRAFT_SHARE[0] * step_s, ROW_SHARE[0] * step_s
+        # Variances of the two, and their covariance.
+        self._draft, self._row, self._both = (DRAFT_SHARE[1] * step_s) ** 2, (ROW_SHARE[1] * step_s) ** 2, 0.0
+
+    def seconds(self, behind: int) -> float:
+        """Of a proposal."""
+        return self._draft_s + behind * self._row_s
+
+    def observe(self, seconds: float, behind: int) -> None:
+        """Take note of a proposal."""
+        expected = self.seconds(behind)
+        off = min(seconds, _CLIP * expected) - expected
+        self._draft, self._row, self._both = _AGE * self._draft, _AGE * self._row, _AGE * self._both
+        to_draft, to_row = self._draft + behind * self._both, self._both + behind * self._row
+        whole = to_draft + behind * to_row + (_JITTER * expected) ** 2
+        # Either stays positive, so that what follows can be told from it.
+        self._draft_s = max(self._draft_s + off * to_draft / whole, 0.25 * self._draft_s)
+        self._row_s = max(self._row_s + off * to_row / whole, 0.25 * self._row_s)
+        self._draft -= to_draft * to_draft / whole
+        self._row -= to_row * to_row / whole
+        self._both -= to_draft * to_row / whole

@@ -1,20 +1,25 @@
 """Compare policies over recorded answers, with the time of every step from a measured cost curve: no noise.
 
     python scripts/policy_lab.py record BUNDLE --suite question.jsonl.gz --count 10 -o answers.jsonl
-    python scripts/policy_lab.py compare answers.jsonl --costs BUNDLE/profiles/MACHINE.json [--chains] [--learned]
+    python scripts/policy_lab.py compare answers.jsonl --costs BUNDLE/profiles/MACHINE.json [--chains]
+    python scripts/policy_lab.py compare answers.jsonl --costs .. --learned --noise 0.2 --fresh
 
 ``record`` answers prompts plainly and asks every head of the bundle at every token; it goes on where it was stopped.
 ``compare`` runs ``auto`` and every fixed policy (each drafter at each width) along those answers and shows, by task,
 the median speedup over plain decoding in the decode phase and how ``auto`` stands to the best fixed policy. One drafter
 lives through all answers, as in a server. Drafting costs what ``tune`` measured; the time that the controller itself
-takes is measured while it runs and added. ``--learned``: it does not know the curve but learns it from the steps.
+takes is measured while it runs and added. ``--learned``: it does not know the curve but learns it from the steps, and
+with ``--noise`` from what a machine that others use too would show it; compared are the true times all the same.
+``--fresh``: every answer has a drafter of its own, as in a process that answers once.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from math import exp
 from pathlib import Path
+from random import Random
 from statistics import median
 from time import process_time
 
@@ -24,7 +29,7 @@ from specexport.exporter.progress import Progress
 from specexport.runtime import Bundle, SamplingParams, Session
 from specexport.runtime.auto import MAX_NODES, recycling_joins
 from specexport.runtime.controller import Controller
-from specexport.runtime.costs import LearnedCosts
+from specexport.runtime.costs import NODE_SHARE, NODE_SHARES, LearnedCosts
 from specexport.runtime.device_profile import DeviceProfile, MeasuredCosts
 from specexport.runtime.drafters import DRAFTERS, Drafter, make_drafter
 from specexport.runtime.engine import find_engine
@@ -34,6 +39,8 @@ from specexport.runtime.session import find_drafter
 WIDTHS = (2, 3, 4, 5, 6, 8, 12, 16)
 #: V of rows of logits; ids are below it.
 VOCABULARY = 1 << 18
+#: How much of a machine's mood is left a call later.
+_WANDER = 0.97
 
 
 def record_answers(arguments: argparse.Namespace) -> None:
@@ -62,26 +69,46 @@ def record_answers(arguments: argparse.Namespace) -> None:
             file.flush()
 
 
-class TrueDrafts(LearnedCosts):
-    """Learns steps from what it is told, and drafts from what they cost on the machine that was tuned."""
+class Mood:
+    """How much longer than it should a machine takes for each call: a factor that jitters and wanders.
 
-    def __init__(self, costs: MeasuredCosts) -> None:
-        super().__init__()
-        self._true = costs
+    Args:
+        spread: standard deviation of the logarithm of either.
+    """
+
+    def __init__(self, spread: float) -> None:
+        self._spread, self._random, self._drift = spread, Random(0), 0.0
+
+    def factor(self) -> float:
+        """Of the next call."""
+        self._drift = _WANDER * self._drift + (1 - _WANDER**2) ** 0.5 * self._random.gauss(0.0, self._spread)
+        return exp(self._drift + self._random.gauss(0.0, self._spread))
+
+
+class ToldDrafts(LearnedCosts):
+    """Learns steps from what it is told, and drafts from what they cost on the machine that was tuned, in its mood."""
+
+    def __init__(self, costs: MeasuredCosts, mood: Mood, node_share: float) -> None:
+        super().__init__(node_share)
+        self._true, self._mood = costs, mood
 
     def observe_draft(self, name: str, seconds: float, behind: int = 0) -> None:
-        super().observe_draft(name, self._true.draft_s(name, behind), behind)
+        super().observe_draft(name, self._true.draft_s(name, behind) * self._mood.factor(), behind)
 
 
 class Lab:
     """Answers, and what steps and drafts cost."""
 
-    def __init__(self, answers: Sequence[Recorded], profile: DeviceProfile, chains: bool) -> None:
+    def __init__(
+        self, answers: Sequence[Recorded], profile: DeviceProfile, chains: bool, spread: float, node_share: float
+    ) -> None:
         self.answers, self.profile, self.chains = answers, profile, chains
-        self.costs = MeasuredCosts(profile)
+        self.costs, self.mood, self.node_share = MeasuredCosts(profile), Mood(spread), node_share
         self.heads = sorted(answers[0].trees)
 
-    def run(self, drafter: Drafter | None, heads: Sequence[RecordedHead], nodes: int) -> list[list[Step]]:
+    def run(
+        self, answers: Sequence[Recorded], drafter: Drafter | None, heads: Sequence[RecordedHead], nodes: int
+    ) -> list[list[Step]]:
         """Steps of every answer."""
         return [
             replay(
@@ -91,9 +118,9 @@ class Lab:
                 nodes=nodes,
                 chains=self.chains,
                 vocab_size=VOCABULARY,
-                step_s=self.costs.step_s,
+                step_s=lambda width, used: self.costs.step_s(width, used) * self.mood.factor(),
             )
-            for answer in self.answers
+            for answer in answers
         ]
 
     def seconds(self, runs: Sequence[Sequence[Step]], more_s: float) -> list[float]:
@@ -110,20 +137,33 @@ class Lab:
 
     def fixed(self, name: str, nodes: int) -> list[float]:
         """Seconds of every answer with one drafter, or ``none``."""
-        heads = [RecordedHead(name)] if name in self.heads else []
+        heads = [self.head(name)] if name in self.heads else []
         drafter = heads[0] if heads else make_drafter(name, VOCABULARY)
-        return self.seconds(self.run(drafter, heads, nodes), 0.0 if heads or not drafter else self.costs.draft_s(name))
+        runs = self.run(self.answers, drafter, heads, nodes)
+        return self.seconds(runs, 0.0 if heads or not drafter else self.costs.draft_s(name))
 
-    def auto(self, learned: bool) -> tuple[list[list[Step]], float]:
+    def head(self, name: str) -> RecordedHead:
+        """One that has to catch up if that was seen to cost anything."""
+        known = self.profile.drafts.get(name)
+        return RecordedHead(name, lags=known is None or known.row_s > 0.0)
+
+    def auto(self, learned: bool, fresh: bool) -> tuple[list[list[Step]], float]:
         """Steps of every answer with the controller, and the seconds that it takes itself for each."""
-        names = ["suffix", *(["recycling"] if recycling_joins(self.profile) else [])]
-        lookups = [drafter for name in names if (drafter := make_drafter(name, VOCABULARY))]
-        heads = [RecordedHead(name) for name in self.heads]
-        costs = TrueDrafts(self.costs) if learned else self.costs
-        controller = Controller(lookups, heads, costs, max_nodes=MAX_NODES, chains=self.chains)
         begun = process_time()
-        runs = self.run(controller, heads, MAX_NODES)
+        runs = [
+            run
+            for answers in ([[answer] for answer in self.answers] if fresh else [self.answers])
+            for run in self.run(answers, *self.controller(learned), MAX_NODES)
+        ]
         return runs, (process_time() - begun) / sum(map(len, runs))
+
+    def controller(self, learned: bool) -> tuple[Controller, list[RecordedHead]]:
+        """One that knows nothing yet, and its heads."""
+        names = ["suffix", *(["recycling"] if not learned and recycling_joins(self.profile) else [])]
+        lookups = [drafter for name in names if (drafter := make_drafter(name, VOCABULARY))]
+        heads = [self.head(name) for name in self.heads]
+        costs = ToldDrafts(self.costs, self.mood, self.node_share) if learned else self.costs
+        return Controller(lookups, heads, costs, max_nodes=MAX_NODES, chains=self.chains), heads
 
 
 def compare(arguments: argparse.Namespace) -> None:
@@ -131,10 +171,16 @@ def compare(arguments: argparse.Namespace) -> None:
     answers = [answer for path in arguments.answers for answer in read_recorded(path) if len(answer.answer) >= 8]
     if not arguments.mixed:
         answers.sort(key=lambda answer: answer.task)
-    lab = Lab(answers, profile, arguments.chains or profile.chains)
+    lab = Lab(
+        answers,
+        profile,
+        arguments.chains or profile.chains,
+        arguments.noise,
+        NODE_SHARES.get(arguments.precision, NODE_SHARE),
+    )
     plain = lab.fixed("none", 1)
     policies = {(name, nodes): lab.fixed(name, nodes) for name in [*DRAFTERS, *lab.heads] for nodes in WIDTHS}
-    runs, own_s = lab.auto(arguments.learned)
+    runs, own_s = lab.auto(arguments.learned, arguments.fresh)
     auto = lab.seconds(runs, own_s)
     print(f"auto's own time: {1e3 * own_s:.2f} ms a step")
     print(
@@ -175,6 +221,11 @@ def main() -> None:
     verb.add_argument("--costs", type=Path, required=True, help="profiles/MACHINE.json that tune wrote.")
     verb.add_argument("--chains", action="store_true", help="Verify chains only.")
     verb.add_argument("--learned", action="store_true", help="The controller learns the costs of steps.")
+    verb.add_argument(
+        "--noise", type=float, default=0.0, help="Of what it is told: standard deviation of the logarithm."
+    )
+    verb.add_argument("--precision", default="fp32", help="Of the weights, with --learned.")
+    verb.add_argument("--fresh", action="store_true", help="A drafter of its own for every answer.")
     verb.add_argument("--mixed", action="store_true", help="Tasks in turn instead of one after the other.")
     arguments = parser.parse_args()
     arguments.run(arguments)

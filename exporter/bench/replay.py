@@ -150,12 +150,15 @@ def record(
 class RecordedHead:
     """A head that was recorded, as a drafter.
 
+    Args:
+        lags: it has a cache of its own, so it has to catch up.
+
     Attributes:
         behind: tokens that it has to catch up with. asked: what it had to, of all its proposals so far.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, *, lags: bool = True) -> None:
+        self.name, self._lags = name, lags
         self.asked: list[int] = []
         self.behind = 0
         self._trees: list[Tree] = []
@@ -167,12 +170,12 @@ class RecordedHead:
 
     def begin(self, tokens: Sequence[int], first: int) -> None:
         """The first root."""
-        self._index, self.behind = 0, len(tokens)
+        self._index, self.behind = 0, len(tokens) if self._lags else 0
 
     def observe(self, observation: Observation) -> None:
         """The next root."""
         self._index += len(observation.emitted)
-        self.behind += len(observation.emitted)
+        self.behind += len(observation.emitted) if self._lags else 0
 
     def propose(self, request: DraftRequest) -> Tree:
         """What the head drafted here, as far as it fits."""

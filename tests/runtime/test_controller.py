@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from specexport.runtime.controller import Controller
+from specexport.runtime.costs import LearnedCosts
 from specexport.runtime.decoder import Decoder
 from specexport.runtime.drafters import DRAFTERS, Drafter, DraftRequest, Observation, make_drafter
 from specexport.runtime.sampling import SamplingParams
@@ -145,8 +146,21 @@ def test_free_lookups_keep_the_expensive_head_quiet_only_while_they_are_good() -
     copied = simulate(controller, world, costs, [head], 200)
     assert head.asked - before < 60
     assert copied > 0.9 * best_fixed(0.95, 6, costs, 0.0)
-    alone = simulate(controller, world, costs, [head], 200)
+    simulate(controller, world, costs, [head], 50)
+    alone = simulate(controller, world, costs, [head], 150)
     assert alone > 0.85 * best_fixed(0.6, 4, costs, 0.3)
+
+
+def test_no_head_is_asked_before_a_step_was_timed() -> None:
+    """Costs that are learnt say nothing then: a head would seem to cost nothing, or anything."""
+    world, costs = World(), LearnedCosts()
+    head = Guess(world, "head", lambda _: 0.9, 0.9)
+    controller = Controller([], [head], costs, max_nodes=8)
+    controller.begin([0], 0)
+    for step in range(4):
+        tree = controller.propose(DraftRequest(world.position, 8, 64))
+        assert bool(head.asked) == bool(step)
+        controller.observe(Observation([world.position + 1], tree, [0], lambda _: np.zeros(1, np.float32), 0.02))
 
 
 def test_joined_trees_beat_either_drafter_where_both_are_half_right() -> None:

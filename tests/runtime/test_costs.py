@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from specexport.runtime.costs import NODE_SHARE, LearnedCosts
+from specexport.runtime.costs import NODE_SHARE, NODE_SHARES, LearnedCosts
 
 
 def test_the_line_is_found_in_noise_and_followed_when_it_moves() -> None:
@@ -31,6 +31,26 @@ def test_before_any_measurement_only_ratios_mean_something() -> None:
     costs = LearnedCosts()
     assert costs.step_s(11, 0) / costs.step_s(1, 0) == pytest.approx(1 + 10 * NODE_SHARE)
     assert 0 < costs.draft_s("head") < costs.step_s(1, 0)
+
+
+@pytest.mark.parametrize("behind", [0, 50, 700])
+def test_what_a_draft_costs_is_told_from_what_catching_up_costs(behind: int) -> None:
+    rng, costs = random.Random(1), LearnedCosts()
+    costs.observe_step(1, 0, 0.02)
+    draft_s, row_s = 0.011, 3e-5
+    for step in range(20):
+        lag = behind if step == 0 else 0
+        costs.observe_draft("head", (draft_s + lag * row_s) * rng.uniform(0.8, 1.2), lag)
+        # From the first one on it is within a factor of two: a draft never seems to cost nothing.
+        assert 0.5 * draft_s < costs.draft_s("head") < 2.0 * draft_s
+    assert costs.draft_s("head") == pytest.approx(draft_s, rel=0.15)
+    if behind > 500:
+        assert costs.draft_s("head", 1000) - costs.draft_s("head") == pytest.approx(1000 * row_s, rel=0.4)
+
+
+def test_a_step_of_small_weights_shows_each_node_more() -> None:
+    shares = [LearnedCosts(share).step_s(9, 0) for share in (NODE_SHARE, NODE_SHARES["int8"], NODE_SHARES["int4"])]
+    assert shares == sorted(shares) and shares[0] < shares[-1]
 
 
 def test_a_hiccup_of_the_machine_is_no_cost() -> None:

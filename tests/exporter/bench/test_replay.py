@@ -18,6 +18,7 @@ from specexport.runtime.decoder import Decoder
 from specexport.runtime.drafters import Drafter, DraftRequest, make_drafter
 from specexport.runtime.sampling import SamplingParams
 from specexport.runtime.tree import Tree
+from specexport.runtime.worth import Prior
 from tests.runtime.fake import FakeEngine, ToyModel
 from tests.runtime.loop import AllRight, Scripted, decode, reference
 from tests.runtime.test_controller import Curve
@@ -137,7 +138,7 @@ def test_a_head_that_is_useless_from_the_start_costs_little() -> None:
 
 
 def test_a_bad_record_of_a_head_keeps_it_off_and_a_good_one_has_it_asked_at_once() -> None:
-    for prior, right, least, most in ((-0.3, 0.0, 0, 5), (0.5, 0.85, 38, 40)):
+    for prior, right, least, most in ((Prior(0.3, 0.6), 0.0, 0, 5), (Prior(1.5, 0.7), 0.85, 37, 40)):
         head = RecordedHead("head")
         controller = Controller([], [head], COSTS, max_nodes=16, priors={"head": prior})
         steps = replay(made_up(1, 200, right), controller, [head], nodes=16)

@@ -1,0 +1,178 @@
+"""What asking a head is worth, and what may be lost by asking heads: the judgement of the controller.
+
+All times here are in plain steps (calls of one node), so that a machine which is slow for a while changes nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from specexport.runtime.drafters.base import Drafter, LaggingDrafter, StepwiseDrafter
+
+#: A head that is asked must lose by this much before it is left out; one that is left out must win by as much.
+HYSTERESIS = 0.02
+#: Share of the time that heads may lose by being asked; what they may lose at first, and what they may save up of what
+#: they won.
+EXPLORE, EXPLORE_FIRST, EXPLORE_MOST = 0.0075, 1.5, 6.0
+#: What is left to lose after a head has caught up with a prompt, however long that took.
+EXPLORE_LEFT = 1.0
+#: Steps between two tries of a head, at first and at most.
+PROBE_FIRST, PROBE_MOST = 2, 32
+#: Steps are told apart by how many tokens the lookups promise beyond the bonus token: up to each of these, and more.
+PROMISES = (0.25, 0.75, 1.5, 3.0)
+_CLASSES = len(PROMISES) + 1
+#: Weight of the newest step in what a head's drafts are worth, and of a try.
+_RATE, _PROBE_RATE = 0.2, 0.4
+#: Steps with other promises, or as was known beforehand, that the steps with one promise are weighed against.
+_SHARED = 4.0
+#: How much of what a head promised and of what it gave is left a step, and tokens that both begin with.
+_KEPT, _TRUSTED = 0.99, 8.0
+#: How much of the rate of the last steps is left a step, and steps of plain decoding that it begins with.
+_LATELY, _TYPICAL = 0.97, 8.0
+
+
+def promise_of(tokens: float) -> int:
+    """Class of a step whose lookups promise so many tokens beyond the bonus token."""
+    return bisect_left(PROMISES, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """What is known of a head beforehand: tokens that it adds to a step, and how much longer the step takes."""
+
+    more: float
+    cost: float
+
+
+class Mean:
+    """Tokens that a head adds to a step, as its drafts promise, and what that costs, in means of the last steps."""
+
+    def __init__(self, prior: Prior | None = None) -> None:
+        self.more, self.cost = (prior.more, prior.cost) if prior else (0.0, 0.0)
+        self.seen = _SHARED if prior else 0.0
+
+    def learn(self, more: float, cost: float, rate: float) -> None:
+        self.seen = min(1.0 / rate, self.seen + 1.0)
+        self.more += (more - self.more) / self.seen
+        self.cost += (cost - self.cost) / self.seen
+
+
+class Head:
+    """A drafter that costs a call, and what its drafts were worth lately, by promise of the lookups.
+
+    Attributes:
+        quiet: steps since it was asked. wait: steps between two tries.
+    """
+
+    def __init__(self, drafter: Drafter, prior: Prior | None) -> None:
+        self.drafter, self.name = drafter, drafter.name
+        self.stepwise = isinstance(drafter, StepwiseDrafter)
+        self._lagging = drafter if isinstance(drafter, LaggingDrafter) else None
+        self._overall = Mean(prior)
+        self._classes = [Mean() for _ in range(_CLASSES)]
+        self._on = [prior is not None and prior.more > prior.cost] * _CLASSES
+        self._promised = self._gained = 0.0
+        self.quiet = self.wait = PROBE_FIRST
+
+    @property
+    def known(self) -> bool:
+        """It was asked before, or something was known beforehand."""
+        return self._overall.seen > 0.0
+
+    @property
+    def behind(self) -> int:
+        """Tokens that it has to catch up with."""
+        return self._lagging.behind if self._lagging else 0
+
+    @property
+    def truth(self) -> float:
+        """Tokens that came of each that was promised: the best of many estimates is too good on average, and the more
+        so the less is known of the drafts."""
+        return (self._gained + _TRUSTED) / (max(0.0, self._promised) + _TRUSTED)
+
+    def worth(self, promise: int, price: float) -> float:
+        """Plain steps that asking it saves in a step with this promise of the lookups, while it is asked every step:
+        from like steps and, where those are few, all.
+
+        Args:
+            price: tokens that a plain step's time is worth.
+        """
+        mine, all_ = self._classes[promise], self._overall
+        more = (mine.seen * mine.more + _SHARED * all_.more) / (mine.seen + _SHARED)
+        cost = (mine.seen * mine.cost + _SHARED * all_.cost) / (mine.seen + _SHARED)
+        return self.truth * more / price - cost
+
+    def margin(self, promise: int, price: float) -> float:
+        """What is left of its worth after hysteresis; it pays if that is positive."""
+        return self.worth(promise, price) + (HYSTERESIS if self._on[promise] else -HYSTERESIS)
+
+    def judge(self, promise: int, more: float, cost: float, gained: int, price: float, *, tried: bool) -> None:
+        """Take note of a step with this head.
+
+        Args:
+            more, gained: tokens beyond those of the lookups that were promised, and that came. cost: how much longer
+                the step took, but for catching up.
+        """
+        self._promised = _KEPT * self._promised + more
+        self._gained = _KEPT * self._gained + gained
+        rate = _PROBE_RATE if tried else _RATE
+        self._overall.learn(more, cost, rate)
+        self._classes[promise].learn(more, cost, rate)
+        self._on[promise] = self.margin(promise, price) > 0.0
+        self.quiet = 0
+        self.wait = PROBE_FIRST if self._on[promise] else min(PROBE_MOST, 2 * self.wait)
+
+
+class Ledger:
+    """What heads won and lost, against the lookups alone, and what time is worth.
+
+    A head is asked only if that may be lost: a share of the time spent, a step or two at first, and what heads won
+    before. So whatever heads say, and however wrong they are judged, a long text is slower than with the lookups alone
+    by that share at most.
+
+    Attributes:
+        budget: plain steps that may be lost.
+    """
+
+    def __init__(self) -> None:
+        self.budget = EXPLORE_FIRST
+        self._all, self._alone = _Rate(), _Rate()
+
+    def begin(self) -> None:
+        """Another prompt: what time was worth says little about it."""
+        self._all.fade()
+        self._alone.fade()
+
+    @property
+    def price(self) -> float:
+        """Tokens that a plain step's time is worth: as many as it gave lately."""
+        return self._all.tokens / self._all.steps
+
+    def spend(self, tokens: int, steps: float, alone: int, alone_steps: float) -> None:
+        """Take note of a step: what it emitted and how long it took, and the same of the lookups alone."""
+        self._all.add(tokens, steps)
+        self._alone.add(alone, alone_steps)
+        self.budget = min(self.budget + EXPLORE * steps, EXPLORE_MOST)
+
+    def settle(self, gained: int, cost: float, catching_up: float) -> float:
+        """Take note of what asking a head gave and took; returns plain steps won."""
+        won = gained * self._alone.steps / self._alone.tokens - cost
+        self.budget = max(self.budget - catching_up, min(self.budget, EXPLORE_LEFT)) + won
+        return won - catching_up
+
+
+class _Rate:
+    """Tokens and plain steps of the last steps."""
+
+    def __init__(self) -> None:
+        self.tokens = self.steps = _TYPICAL
+
+    def add(self, tokens: int, steps: float) -> None:
+        self.tokens = _LATELY * self.tokens + tokens
+        self.steps = _LATELY * self.steps + steps
+
+    def fade(self) -> None:
+        """Keep no more weight than it began with."""
+        share = min(1.0, _TYPICAL / self.steps)
+        self.tokens, self.steps = share * self.tokens, share * self.steps
