@@ -32,6 +32,7 @@ from specexport.engines.openvino_model import (
 )
 from specexport.engines.ort import TARGET_FILE, OrtGraph, open_graph
 from specexport.runtime import contract
+from specexport.runtime.engine import Step
 from specexport.runtime.errors import BundleError, SpecExportError, UsageError
 from specexport.runtime.machine import physical_cores
 
@@ -109,27 +110,19 @@ class OpenVinoEngine:
         )
         self._rows = _Rows(self.slots)
 
-    def run(
-        self,
-        tokens: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        tree: NDArray[np.bool_],
-        past: int,
-        write: int,
-        commit: NDArray[np.int64],
-        select: NDArray[np.int64],
-    ) -> NDArray[np.float32]:
+    def run(self, step: Step) -> NDArray[np.float32]:
         """See :meth:`specexport.runtime.engine.TargetEngine.run`."""
-        self._rows.commit(past, write, commit)
+        past = step.past
+        self._rows.commit(past, step.write, step.commit)
         if self._rows.used - past > max(DEAD_ROWS, DEAD_SHARE * past):
             self._pack(past)
         inputs = {
-            contract.TOKENS: tokens[None],
-            contract.POSITIONS: positions[None],
-            contract.TREE: tree[None],
+            contract.TOKENS: step.tokens[None],
+            contract.POSITIONS: step.positions[None],
+            contract.TREE: step.tree[None],
             contract.PAST: np.array([past]),
-            contract.SELECT: select,
-            COLUMNS: self._rows.append(past, len(tokens)),
+            contract.SELECT: step.select,
+            COLUMNS: self._rows.append(past, len(step.tokens)),
             **CONSTANT_INPUTS,
         }
         try:

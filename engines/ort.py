@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from specexport.engines.ort_providers import CPU, CUDA, TENSORRT, TENSORRT_RTX, Provider
 from specexport.runtime import contract
+from specexport.runtime.engine import Step
 from specexport.runtime.errors import BundleError, SpecExportError, UsageError
 from specexport.runtime.machine import physical_cores as physical_cores
 from specexport.runtime.manifest import GPU_FORMATS, MANIFEST_NAME, Manifest
@@ -34,6 +35,9 @@ DRAFT_FILE = "draft.onnx"
 LOWERED_INPUTS = (contract.TOKENS, contract.POSITIONS, contract.TREE, contract.PAST, contract.SELECT)
 #: Cache rows of the lowered graphs that hold no tokens (``exporter.passes.grouped_query`` says why).
 CPU_SPARE_ROWS = 1
+
+#: Metadata key of a lowered target that sees itself to the rows of an odd call (``exporter.lower``).
+CPU_ANY_ROWS = "specexport.any_rows"
 
 #: Call shapes whose buffers stay bound; the least recently used is dropped.
 MAX_PLANS = 64
@@ -221,7 +225,8 @@ class OrtEngine:
         optimize: let ONNX Runtime fuse operators; without, the graph runs as written (references).
         graph: file of the target in the bundle.
         exact: give the lowered graph even numbers of rows, so that a row does not depend on how many share its call
-            (``exporter.passes.grouped_query`` says why). Attention then pays two rows for one.
+            (``exporter.passes.grouped_query`` says why): everything then pays two rows for one. Not where the graph
+            does so for attention alone, and this machine's products are seen not to need it.
     """
 
     def __init__(
@@ -262,6 +267,17 @@ class OrtEngine:
             self._commit_session = _load(bundle_path / commit_file, _options(1), provider)
             self._commit_binding = self._commit_session.io_binding()
             self._caches.bind(self._commit_binding)
+        if self._even and CPU_ANY_ROWS in self._session.get_modelmeta().custom_metadata_map:
+            self._even = not self._any_rows()
+
+    def _any_rows(self) -> bool:
+        """Whether chains of 1 and 3 nodes give the very rows of one of 4: kernels differ from machine to machine."""
+        self._even = False
+        tokens = np.arange(1, 5) * (self.vocab_size - 1) // 4
+        wide, *others = (self.run(Step.chain(tokens[:count], 1)).copy() for count in (4, 3, 1))
+        self.reset()
+        self._plans.clear()  # they are of these very numbers of rows
+        return all(np.array_equal(rows, wide[: len(rows)]) for rows in others)
 
     def _computed(self, rows: int) -> int:
         """How many rows stand for so many; a prompt that fills all slots is the same call whoever makes it."""
@@ -286,17 +302,9 @@ class OrtEngine:
         self._commit_binding.bind_cpu_input(contract.WRITE, row)
         _run(self._commit_session, self._commit_binding)
 
-    def run(
-        self,
-        tokens: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        tree: NDArray[np.bool_],
-        past: int,
-        write: int,
-        commit: NDArray[np.int64],
-        select: NDArray[np.int64],
-    ) -> NDArray[np.float32]:
+    def run(self, step: Step) -> NDArray[np.float32]:
         """See :meth:`specexport.runtime.engine.TargetEngine.run`."""
+        tokens, positions, tree, past, write, commit, select = step
         if self._lowered and len(commit):
             self._move(np.ascontiguousarray(commit, np.int64), write)
         plan = self._plan(len(tokens), len(select), 0 if self._lowered else len(commit))

@@ -13,13 +13,14 @@ enough whenever ``past + T <= S``; so nothing is wasted on spare slots, only the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specexport.runtime import contract
+from specexport.runtime.engine import Step
 from specexport.runtime.errors import BundleError, UsageError
 
 _NOTHING = np.zeros(0, np.int64)
@@ -33,19 +34,6 @@ class Width:
     nodes: int
     accepted: int
     rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The arguments of :meth:`specexport.runtime.engine.TargetEngine.run`."""
-
-    tokens: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    tree: NDArray[np.bool_]
-    past: int
-    write: int
-    commit: NDArray[np.int64]
-    select: NDArray[np.int64]
 
 
 class StaticWidths:
@@ -140,8 +128,7 @@ class StaticWidths:
 def _cut(step: Step, first: int, end: int) -> Step:
     """Nodes ``first .. end`` of a chain, after those before them were run and are committed."""
     inside = step.select[(step.select >= first) & (step.select < end)]
-    piece = replace(
-        step,
+    piece = step._replace(
         tokens=step.tokens[first:end],
         positions=step.positions[first:end],
         tree=np.ascontiguousarray(step.tree[first:end, first:end]),
@@ -150,4 +137,4 @@ def _cut(step: Step, first: int, end: int) -> Step:
     if not first:
         return piece
     past = step.past + first
-    return replace(piece, past=past, write=past, commit=_NOTHING)
+    return piece._replace(past=past, write=past, commit=_NOTHING)

@@ -6,7 +6,7 @@ What crosses to the host after a call are the best tokens of each row, where the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from specexport.engines.ort import OrtGraph, open_graph
 from specexport.engines.plan import plan_names
 from specexport.engines.plan_loader import NUMPY, Tensorrt, choose, load
 from specexport.engines.plan_runner import PlanRunner, floats
-from specexport.engines.static_width import StaticWidths, Step, Width
+from specexport.engines.static_width import StaticWidths, Width
 from specexport.runtime import contract
 from specexport.runtime.bundle import TARGET_GRAPH
-from specexport.runtime.engine import Graph
+from specexport.runtime.engine import Graph, Step
 from specexport.runtime.errors import BundleError, UsageError
 from specexport.runtime.manifest import MANIFEST_NAME, Manifest
 from specexport.runtime.summary import LazyRow, Row
@@ -94,16 +94,24 @@ class PlanEngine:
 
     Args:
         trt: module and device. bundle: root of a bundle. folder: of its plans for this device.
-        graph: of the target. graphs: capture CUDA graphs.
+        graph: of the target. graphs: capture CUDA graphs. threads: of drafters that run on the CPU, 0 for one per
+            physical core.
     """
 
     #: Each profile has kernels of its own, so a row's last digits follow the width of its call.
     width_exact = False
 
     def __init__(
-        self, trt: Tensorrt, bundle: Path, folder: Path, *, graph: str = TARGET_GRAPH, graphs: bool = True
+        self,
+        trt: Tensorrt,
+        bundle: Path,
+        folder: Path,
+        *,
+        graph: str = TARGET_GRAPH,
+        graphs: bool = True,
+        threads: int = 0,
     ) -> None:
-        self._trt, self._bundle, self._folder, self._graphs = trt, bundle, folder, graphs
+        self._trt, self._bundle, self._folder, self._graphs, self._threads = trt, bundle, folder, graphs, threads
         record, engine = load(bundle, folder, graph, trt)
         outputs = {x.name: x for x in record.outputs}
         if contract.LOGITS not in outputs or not {*contract.STEP_INPUTS} <= {x.name for x in record.inputs}:
@@ -122,53 +130,33 @@ class PlanEngine:
         self._nodes = 0  # of the last piece of the last call
         self._earlier: list[NDArray[Any]] = []  # features of the pieces before it
 
-    def run(
-        self,
-        tokens: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        tree: NDArray[np.bool_],
-        past: int,
-        write: int,
-        commit: NDArray[np.int64],
-        select: NDArray[np.int64],
-    ) -> NDArray[np.float32]:
+    def run(self, step: Step) -> NDArray[np.float32]:
         """See :meth:`specexport.runtime.engine.TargetEngine.run`."""
-        rows: list[NDArray[np.float32]] = []
-        for width, step in self._pieces(Step(tokens, positions, tree, past, write, commit, select)):
-            self._call(width, step)
-            rows.append(self._rows(0, len(step.select)))
+        rows = [self._rows(0, count) for count, _ in self._calls(step)]
         return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
-    def run_rows(
-        self,
-        tokens: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        tree: NDArray[np.bool_],
-        past: int,
-        write: int,
-        commit: NDArray[np.int64],
-        select: NDArray[np.int64],
-    ) -> Sequence[Row]:
+    def run_rows(self, step: Step) -> Sequence[Row]:
         """See :meth:`specexport.runtime.engine.SummarisingEngine.run_rows`."""
         rows: list[Row] = []
-        for width, step in self._pieces(Step(tokens, positions, tree, past, write, commit, select)):
-            rows = [row.numpy() if isinstance(row, LazyRow) else row for row in rows]  # the next call takes them
-            self._call(width, step)
-            rows += self._lazy(len(step.select))
+        for count, last in self._calls(step):
+            rows += self._lazy(count) if last else list(self._rows(0, count))  # the next call takes them
         return rows
 
-    def _pieces(self, step: Step) -> list[tuple[Width, Step]]:
+    def _calls(self, step: Step) -> Iterator[tuple[int, bool]]:
+        """Run a step in its pieces; after each, how many rows of logits it has and whether it was the last."""
         self._earlier, self._nodes = [], 0
-        return list(self._widths.pieces(step))
-
-    def _call(self, width: Width, step: Step) -> None:
-        if self._nodes and self.features_size:
-            self._earlier.append(self._last_features())
-        self._widths.fill(self._runner.inputs(width.index), width, step)
-        self._runner.run(width.index)
-        self._nodes = len(step.tokens)
+        pieces = list(self._widths.pieces(step))
+        for number, (width, piece) in enumerate(pieces, 1):
+            if self._nodes and self.features_size:
+                self._earlier.append(self._last_features())
+            self._widths.fill(self._runner.inputs(width.index), width, piece)
+            self._runner.run(width.index)
+            self._nodes = len(piece.tokens)
+            yield len(piece.select), number == len(pieces)
 
     def _rows(self, first: int, count: int) -> NDArray[np.float32]:
+        if not count:
+            return np.zeros((0, self.vocab_size), np.float32)
         if not self._summarises:
             return self._runner.output(contract.LOGITS)[first : first + count].copy()
         flat = self._runner.fetch(contract.LOGITS, first * self.vocab_size, count * self.vocab_size)
@@ -204,12 +192,12 @@ class PlanEngine:
         """
         if (self._folder / plan_names(name)[1]).is_file():
             return PlanGraph(self._trt, self._bundle, self._folder, name, graphs=self._graphs)
-        found: OrtGraph = open_graph(self._bundle / name)
+        found: OrtGraph = open_graph(self._bundle / name, self._threads)
         return found
 
     def open_target(self, name: str) -> PlanEngine:
         """See :meth:`specexport.runtime.engine.TargetEngine.open_target`."""
-        return PlanEngine(self._trt, self._bundle, self._folder, graph=name, graphs=self._graphs)
+        return PlanEngine(self._trt, self._bundle, self._folder, graph=name, graphs=self._graphs, threads=self._threads)
 
     def reset(self) -> None:
         self._runner.reset()
@@ -224,7 +212,7 @@ def _load(name: str, bundle_path: Path, threads: int, graphs: bool) -> PlanEngin
     if threads < 0:
         raise UsageError(f"threads must be 0 (automatic) or more, got {threads}")
     trt = Tensorrt.open(name, Device())
-    return PlanEngine(trt, bundle_path, choose(bundle_path, trt), graphs=graphs)
+    return PlanEngine(trt, bundle_path, choose(bundle_path, trt), graphs=graphs, threads=threads)
 
 
 def load_tensorrt(bundle_path: Path, *, threads: int = 0, graphs: bool = True) -> PlanEngine:

@@ -29,7 +29,7 @@ from specexport.exporter.verify import limit_of
 from specexport.runtime import contract
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cache import CacheRows
-from specexport.runtime.engine import TargetEngine, find_engine, widest_of
+from specexport.runtime.engine import Step, TargetEngine, find_engine, widest_of
 from specexport.runtime.tree import Tree
 
 #: Nodes of the chunk whose layers are compared; even, so that no engine adds a row.
@@ -139,10 +139,7 @@ def _compare_calls(reference: TargetEngine, engine: TargetEngine, vocab: int) ->
         where = f"call {number}: {len(tree)} nodes after {rows.past} tokens, {len(rows.commit)} moved"
         results = []
         for one in (engine, reference):
-            logits = one.run(
-                tree.tokens, rows.past + tree.depths(), tree.mask(), rows.past, rows.write, rows.commit_array,
-                np.array(select),
-            )  # fmt: skip
+            logits = one.run(Step.of(tree, rows, select))
             features = one.features().copy() if reference.features_size else None
             results.append((logits.copy(), features))
         (logits, features), (right, right_features) = results

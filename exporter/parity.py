@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specexport.runtime.cache import CacheRows
-from specexport.runtime.engine import TargetEngine, widest_of
+from specexport.runtime.engine import Step, TargetEngine, widest_of
 from specexport.runtime.tree import Tree
 
 #: Logits [len, V] of every position of a sequence, from scratch.
@@ -68,16 +68,7 @@ class Follower:
     def step(self, tree: Tree, path: Sequence[int], select: Sequence[int] | None = None) -> None:
         """Run a tree, compare every selected node with a recompute of its path, then accept ``path``."""
         wanted = list(range(len(tree))) if select is None else list(select)
-        past = self.rows.past
-        logits = self.engine.run(
-            tree.tokens,
-            past + tree.depths(),
-            tree.mask(),
-            past,
-            self.rows.write,
-            self.rows.commit_array,
-            np.array(wanted, np.int64),
-        )
+        logits = self.engine.run(Step.of(tree, self.rows, wanted))
         for row, node in zip(logits, wanted, strict=True):
             drafted = [int(tree.tokens[index]) for index in tree.path(node)]
             expected = self.recompute(self.tokens + drafted)[-1]
@@ -142,10 +133,7 @@ def exercise(
     del engine, run.engine  # two engines at once would need twice the memory
     fresh = make_engine()
     count = len(run.tokens)
-    chain = Tree.chain(run.tokens)
-    logits = fresh.run(
-        chain.tokens, np.arange(count), chain.mask(), 0, 0, np.zeros(0, np.int64), np.array([count - 1], np.int64)
-    )
+    logits = fresh.run(Step.chain(run.tokens, select=[count - 1]))
     run.logits.note(logits[0], recompute(run.tokens)[-1], f"a prefill of {count} tokens")
     cache = Deviation()
     for index, (mine, other) in enumerate(zip(caches, fresh.read_cache(count), strict=True)):

@@ -26,7 +26,7 @@ from specexport.exporter.rounding import turned_tokens
 from specexport.runtime.bundle import Bundle, check_files
 from specexport.runtime.cache import common_prefix
 from specexport.runtime.drafters import DRAFTERS, NO_DRAFTER
-from specexport.runtime.engine import TargetEngine, find_engine, width_exact
+from specexport.runtime.engine import Step, TargetEngine, find_engine, width_exact
 from specexport.runtime.errors import BundleError, SpecExportError, UsageError
 from specexport.runtime.manifest import TargetInfo
 from specexport.runtime.sampling import SamplingParams
@@ -208,12 +208,7 @@ def _deviation(name: str, worst: Deviation, limit: float) -> Check:
 
 def _forward(engine: TargetEngine, tokens: Sequence[int], first: int) -> NDArray[np.float32]:
     """Logits [len - first, V] of a sequence in one call, from nothing."""
-    count = len(tokens)
-    causal = np.tri(count, dtype=bool)
-    nothing = np.zeros(0, np.int64)
-    return engine.run(
-        np.array(tokens, np.int64), np.arange(count), causal, 0, 0, nothing, np.arange(first, count)
-    ).copy()
+    return engine.run(Step.chain(tokens, select=range(first, len(tokens)))).copy()
 
 
 def _tokens(

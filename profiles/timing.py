@@ -11,7 +11,7 @@ from time import perf_counter
 import numpy as np
 
 from specexport.runtime.cost_curve import CostCurve
-from specexport.runtime.engine import TargetEngine
+from specexport.runtime.engine import Step, TargetEngine
 
 #: Rounds that are measured at least and at most, and the noise at which more are not needed.
 MIN_ROUNDS, MAX_ROUNDS, GOOD_NOISE = 7, 25, 0.03
@@ -24,11 +24,9 @@ _NOTCH = 1.57
 
 def time_call(engine: TargetEngine, nodes: int, used: int) -> float:
     """Seconds of one call of a chain of ``nodes`` nodes behind ``used`` rows, with logits of every node."""
-    index = np.arange(nodes, dtype=np.int64)
-    tree = np.tri(nodes, dtype=bool)
-    none = np.zeros(0, np.int64)
+    step = Step.chain(np.arange(nodes) % engine.vocab_size, used)
     begun = perf_counter()
-    engine.run(index % engine.vocab_size, index + used, tree, used, used, none, index)
+    engine.run(step)
     return perf_counter() - begun
 
 

@@ -24,7 +24,7 @@ from specexport.runtime.drafters.base import (
     FeatureDrafter,
     Observation,
 )
-from specexport.runtime.engine import SummarisingEngine, TargetEngine, widest_of
+from specexport.runtime.engine import Step, SummarisingEngine, TargetEngine, widest_of
 from specexport.runtime.errors import UsageError
 from specexport.runtime.rules import DEFAULT_RULE, SampledDrafter, find_rule
 from specexport.runtime.sampling import Sampler
@@ -283,7 +283,7 @@ class Decoder:
         select: NDArray[np.int64],
     ) -> Sequence[Row] | NDArray[np.float32]:
         rows = self._rows
-        return self._run_rows(tokens, positions, mask, rows.past, rows.write, rows.commit_array, select)
+        return self._run_rows(Step(tokens, positions, mask, rows.past, rows.write, rows.commit_array, select))
 
     def _accept(self, path: Sequence[int], tokens: Sequence[int]) -> None:
         if self._absorb:

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specexport.runtime.cache import CacheRows
 from specexport.runtime.errors import UsageError
 from specexport.runtime.manifest import PrecisionInfo
 from specexport.runtime.summary import Row
+from specexport.runtime.tree import Tree
 
 ENTRY_POINT_GROUP = "specexport.engines"
 
@@ -27,6 +29,36 @@ class Graph(Protocol):
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Outputs by name, from the inputs other than caches."""
         ...
+
+
+class Step(NamedTuple):
+    """One call of a target (see :mod:`specexport.runtime.contract`).
+
+    Attributes:
+        tokens: int64 [T]. positions: int64 [T]. tree: bool [T, T].
+        past: committed rows after this call's commit. write: row where the block starts.
+        commit: int64 [past - write], cache rows to move to ``write ..``, in path order; often empty.
+        select: int64 [R], nodes that need logits.
+    """
+
+    tokens: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    tree: NDArray[np.bool_]
+    past: int
+    write: int
+    commit: NDArray[np.int64]
+    select: NDArray[np.int64]
+
+    @staticmethod
+    def of(tree: Tree, rows: CacheRows, select: Sequence[int] | None = None) -> Step:
+        """A tree after the committed ``rows``; every node's logits unless ``select`` names some."""
+        past, wanted = rows.past, np.arange(len(tree)) if select is None else np.array(select, np.int64)
+        return Step(tree.tokens, past + tree.depths(), tree.mask(), past, rows.write, rows.commit_array, wanted)
+
+    @staticmethod
+    def chain(tokens: Sequence[int] | NDArray[np.int64], past: int = 0, select: Sequence[int] | None = None) -> Step:
+        """Tokens of a text after ``past`` others that are in place."""
+        return Step.of(Tree.chain(np.array(tokens, np.int64)), CacheRows(past), select)
 
 
 class TargetEngine(Protocol):
@@ -44,23 +76,8 @@ class TargetEngine(Protocol):
     vocab_size: int
     features_size: int
 
-    def run(
-        self,
-        tokens: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        tree: NDArray[np.bool_],
-        past: int,
-        write: int,
-        commit: NDArray[np.int64],
-        select: NDArray[np.int64],
-    ) -> NDArray[np.float32]:
-        """One call of the target (see :mod:`specexport.runtime.contract`).
-
-        Args:
-            tokens: int64 [T]. positions: int64 [T]. tree: bool [T, T].
-            past: committed rows after this call's commit. write: row where the block starts.
-            commit: int64 [past - write], cache rows to move to ``write ..``, in path order; often empty.
-            select: int64 [R], nodes that need logits.
+    def run(self, step: Step) -> NDArray[np.float32]:
+        """One call of the target.
 
         Returns:
             float32 [R, V], a view that the next call overwrites.
@@ -92,16 +109,7 @@ class TargetEngine(Protocol):
 class SummarisingEngine(TargetEngine, Protocol):
     """An engine whose logits stay on a device: what decodes asks for rows that are fetched when they are needed."""
 
-    def run_rows(
-        self,
-        tokens: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        tree: NDArray[np.bool_],
-        past: int,
-        write: int,
-        commit: NDArray[np.int64],
-        select: NDArray[np.int64],
-    ) -> Sequence[Row]:
+    def run_rows(self, step: Step) -> Sequence[Row]:
         """As :meth:`TargetEngine.run`, but [R] rows, which the next call makes worthless."""
         ...
 

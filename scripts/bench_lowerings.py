@@ -28,6 +28,7 @@ from specexport.exporter.lower import lower_target
 from specexport.exporter.onnx import export_target, save_target
 from specexport.exporter.quantize.plan import FLOATS
 from specexport.runtime import contract
+from specexport.runtime.engine import Step
 
 WIDTHS = (1, 8, 64)
 
@@ -58,10 +59,9 @@ def slice_caches(model: ir.Model) -> ir.Model:
 
 def step(engine: OrtEngine, width: int, past: int) -> float:
     """Seconds of one call with ``width`` nodes behind ``past`` rows."""
-    index = np.arange(width)
-    tree = np.tril(np.ones((width, width), bool))
+    call = Step.chain(range(width), past)
     start = time.perf_counter()
-    engine.run(index, index + past, tree, past, past, np.zeros(0, np.int64), index)
+    engine.run(call)
     return time.perf_counter() - start
 
 

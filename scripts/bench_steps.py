@@ -12,20 +12,17 @@ import argparse
 import time
 from pathlib import Path
 
-import numpy as np
-
 from specexport.runtime import Bundle
-from specexport.runtime.engine import TargetEngine, find_engine
+from specexport.runtime.engine import Step, TargetEngine, find_engine
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
 
 
 def step(engine: TargetEngine, width: int, past: int) -> float:
     """Seconds of one call."""
-    index = np.arange(width)
-    tree = np.tri(width, dtype=bool)
+    call = Step.chain(range(width), past)
     start = time.perf_counter()
-    engine.run(index, index + past, tree, past, past, np.zeros(0, np.int64), index)
+    engine.run(call)
     return time.perf_counter() - start
 
 

@@ -19,7 +19,7 @@ from specexport.engines.plugins.tree_attention.library import CACHES, ELEMENTS, 
 from specexport.exporter.verify import PROMPTS, limit_of
 from specexport.runtime import Bundle, SamplingParams, Session
 from specexport.runtime.cache import common_prefix
-from specexport.runtime.engine import SummarisingEngine, TargetEngine, find_engine, widest_of
+from specexport.runtime.engine import Step, SummarisingEngine, TargetEngine, find_engine, widest_of
 from specexport.runtime.errors import SpecExportError, UsageError
 from specexport.runtime.manifest import TargetInfo
 
@@ -269,18 +269,16 @@ def _generate(bundle: Bundle, engine: TargetEngine, drafter: str, prompt: list[i
 
 def _row(engine: TargetEngine, tokens: Sequence[int]) -> NDArray[np.float32]:
     """Logits after ``tokens``, from nothing."""
-    count, nothing = len(tokens), np.zeros(0, np.int64)
-    mask, last = np.tri(count, dtype=bool), np.array([count - 1])
-    return engine.run(np.array(tokens), np.arange(count), mask, 0, 0, nothing, last)[0].copy()
+    return engine.run(Step.chain(tokens, select=[len(tokens) - 1]))[0].copy()
 
 
 def _step(engine: TargetEngine, nodes: int, used: int, rounds: int = 12) -> float:
     """Seconds of a call as decoding makes it, the fastest."""
     run = engine.run_rows if isinstance(engine, SummarisingEngine) else engine.run
-    index, mask, nothing, best = np.arange(nodes), np.tri(nodes, dtype=bool), np.zeros(0, np.int64), float("inf")
+    step, best = Step.chain(range(nodes), used), float("inf")
     for _ in range(rounds):
         start = time.perf_counter()
-        run(index, index + used, mask, used, used, nothing, index)
+        run(step)
         best = min(best, time.perf_counter() - start)
     return best
 

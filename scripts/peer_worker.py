@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -39,19 +40,17 @@ class Ours:
         self.engine = find_engine(engine)(self.bundle.path, threads=threads)
 
     def step(self, tokens: list[int], past: int, width: int, repeats: int) -> Seconds:
-        import numpy as np
+        from specexport.runtime.engine import Step
 
-        ids, nothing = np.array(tokens), np.zeros(0, np.int64)
-
-        def run(start: int, stop: int, select: Any) -> float:
-            index = np.arange(start, stop)
+        def run(start: int, stop: int, select: Sequence[int]) -> float:
+            call = Step.chain(tokens[start:stop], start, select)
             begin = time.perf_counter()
-            self.engine.run(ids[start:stop], index, np.tri(len(index), dtype=bool), start, start, nothing, select)
+            self.engine.run(call)
             return time.perf_counter() - begin
 
         self.engine.reset()
-        run(0, past, np.array([0]))
-        return [run(past, past + width, np.arange(width)) for _ in range(repeats + 1)][1:]
+        run(0, past, [0])
+        return [run(past, past + width, range(width)) for _ in range(repeats + 1)][1:]
 
     def decode(self, tokens: list[int], new: int, lookup: bool) -> dict[str, Any]:
         from specexport.runtime import SamplingParams, Session

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specexport.exporter.quantize.text import Window
-from specexport.runtime.engine import TargetEngine
+from specexport.runtime.engine import Step, TargetEngine
 
 #: Scored tokens unless told otherwise: about a minute for SmolLM2-135M on two cores, reference included.
 DEFAULT_TOKENS = 4096
@@ -80,15 +80,11 @@ def chunks(window: Window, rows: int) -> Iterator[tuple[int, int, int]]:
 
 def engine_rows(engine: TargetEngine, windows: Sequence[Window], rows: int) -> Iterator[Rows]:
     """Logits [n, V] of every scored position of an engine, in order; views that the next one overwrites."""
-    nothing = np.zeros(0, np.int64)
     for window in windows:
         tokens = np.array(window.tokens, np.int64)
         for start, stop, first in chunks(window, rows):
-            count = stop - start
-            select = np.arange(min(first, stop - 1) - start, count)  # one row at least, wanted or not
-            found = engine.run(
-                tokens[start:stop], np.arange(start, stop), np.tri(count, dtype=bool), start, start, nothing, select
-            )
+            select = range(min(first, stop - 1) - start, stop - start)  # one row at least, wanted or not
+            found = engine.run(Step.chain(tokens[start:stop], start, select))
             if first < stop:
                 yield found
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from specexport.runtime.cache import common_prefix
 from specexport.runtime.drafters.base import DraftRequest, Observation
-from specexport.runtime.engine import TargetEngine
+from specexport.runtime.engine import Step, TargetEngine
 from specexport.runtime.errors import SpecExportError
 from specexport.runtime.sampling import Sampler, SamplingParams
 from specexport.runtime.tree import Tree
@@ -154,7 +154,7 @@ class ModelDrafter:
             part = np.array(tokens[first : first + len(self._causal)], np.int64)
             size, past = len(part), self._rows
             mask, last = np.ascontiguousarray(self._causal[:size, :size]), np.array([size - 1])
-            logits = self._engine.run(part, np.arange(past, past + size), mask, past, past, _NOTHING, last)
+            logits = self._engine.run(Step(part, np.arange(past, past + size), mask, past, past, _NOTHING, last))
             self._rows += size
         return logits
 

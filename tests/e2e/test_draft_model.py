@@ -19,9 +19,11 @@ from specexport.engines.ort import DRAFT_FILE, TARGET_FILE, OrtEngine, cpu_files
 from specexport.exporter import cli, pipeline
 from specexport.exporter.onnx import export_target
 from specexport.runtime import Bundle, SamplingParams, Session
+from specexport.runtime.cache import CacheRows
 from specexport.runtime.drafters.model import ModelDrafter
-from specexport.runtime.engine import TargetEngine, find_engine
+from specexport.runtime.engine import Step, TargetEngine, find_engine
 from specexport.runtime.errors import BundleError
+from specexport.runtime.tree import Tree
 from tests.exporter.heads.test_draft_model import permute
 from tests.tiny import LLAMA, VOCAB, write_llama
 
@@ -150,9 +152,7 @@ def test_its_cache_is_that_of_a_fresh_prefill(case: str, bundles: dict[str, Bund
         count = drafter._rows
         assert 20 < count <= len(known)
         fresh = OrtEngine(bundle.path, threads=1, graph=DRAFT_FILE)
-        index = np.arange(count)
-        causal = np.tri(count, dtype=bool)
-        fresh.run(np.array(known[:count]), index, causal, 0, 0, np.zeros(0, np.int64), index[-1:])
+        fresh.run(Step.chain(known[:count], select=[count - 1]))
         for mine, expected in zip(drafter._engine.read_cache(count), fresh.read_cache(count), strict=True):
             assert np.allclose(mine, expected, rtol=1e-5, atol=1e-5)
 
@@ -191,14 +191,12 @@ def test_the_second_target_honours_the_whole_contract(bundles: dict[str, Bundle]
     for lowered in (True, False):
         target = OrtEngine(path, threads=1, lowered=lowered)
         draft = target.open_target(DRAFT_FILE)
-        tokens, index = np.arange(40, 52), np.arange(12)
-        causal, nothing = np.tri(12, dtype=bool), np.zeros(0, np.int64)
-        expected = target.run(tokens, index, causal, 0, 0, nothing, index).copy()
+        chain = Step.chain(range(40, 52))
+        expected = target.run(chain).copy()
         assert not any(cache.any() for cache in draft.read_cache(WINDOW))
-        assert np.array_equal(draft.run(tokens, index, causal, 0, 0, nothing, index), expected)
+        assert np.array_equal(draft.run(chain), expected)
         before = draft.read_cache(12)
-        rows = np.array([3, 5, 6])  # as if they were nodes of a tree
-        draft.run(np.array([9]), np.array([4]), np.ones((1, 1), bool), 4, 1, rows, np.array([0]))
+        draft.run(Step.of(Tree.chain([9]), CacheRows(1, (3, 5, 6))))  # as if they were nodes of a tree
         for mine, old in zip(draft.read_cache(4), before, strict=True):
             assert np.array_equal(mine, old[:, [0, 3, 5, 6]])
 

@@ -18,7 +18,7 @@ from specexport.exporter.progress import Progress
 from specexport.runtime import Bundle, SamplingParams, Session
 from specexport.runtime.drafters import DraftRequest
 from specexport.runtime.drafters.recurrent import RecurrentDrafter
-from specexport.runtime.engine import TargetEngine, find_engine
+from specexport.runtime.engine import Step, TargetEngine, find_engine
 from specexport.runtime.session import find_drafter
 from tests.exporter.heads.writers import TARGET_CONFIG, Random, Tiny, V, every, llama_tensors
 from tests.tiny import write_checkpoint
@@ -88,9 +88,7 @@ def check_cache(bundle: Bundle, engine: TargetEngine) -> None:
     fresh = find_drafter(bundle, bundle.manifest.drafter, engine)
     assert isinstance(fresh, RecurrentDrafter)
     count = len(tokens)
-    chain = np.tril(np.ones((count, count), bool))
-    index = np.arange(count)
-    engine.run(np.array(tokens), index, chain, 0, 0, np.zeros(0, np.int64), index[-1:])
+    engine.run(Step.chain(tokens, select=[count - 1]))
     fresh.absorb(0, tokens, engine.features())
     request = DraftRequest(root=11, max_nodes=DRAFT.nodes + 1, max_depth=DRAFT.depth)
     if used._proposal is not None:  # the newest entry was made for the last root; give both the same one

@@ -14,6 +14,7 @@ from specexport.engines.ort import OrtEngine
 from specexport.exporter.pipeline import BuildOptions, build
 from specexport.exporter.progress import Progress
 from specexport.runtime.drafters import DRAFTERS
+from specexport.runtime.engine import Step
 from specexport.runtime.sampling import SamplingParams
 from specexport.runtime.session import Session
 from tests.tiny import VOCAB, write_llama
@@ -71,7 +72,7 @@ def test_our_graph_equals_optimums(kind: str, tmp_path: Path) -> None:
     expected = peer.logits(tokens)
     for lowered in (True, False):
         engine = OrtEngine(bundle.path, threads=1, lowered=lowered)
-        logits = engine.run(tokens, np.arange(40), np.tri(40, dtype=bool), 0, 0, np.zeros(0, np.int64), np.arange(40))
+        logits = engine.run(Step.chain(tokens))
         assert np.abs(logits - expected).max() < 1e-4
     sequence = [int(token) for token in tokens[:6]]
     for _ in range(NEW_TOKENS):  # the peer knows nothing of padding rows

@@ -12,7 +12,7 @@ from specexport.exporter.heads.build import DraftOptions
 from specexport.exporter.heads.detect import open_head
 from specexport.runtime import Bundle, SamplingParams, Session
 from specexport.runtime.drafters.base import DraftRequest, FeatureDrafter
-from specexport.runtime.engine import TargetEngine, find_engine
+from specexport.runtime.engine import Step, TargetEngine, find_engine
 from specexport.runtime.session import find_drafter
 from specexport.runtime.tree import Tree
 from tests.e2e.test_heads import CASES, PARAMS, WINDOW, build_bundle, write_words
@@ -65,11 +65,10 @@ def test_what_the_bundle_says(bundle: Bundle, target: Path) -> None:
 
 def proposed(bundle: Bundle, name: str) -> Tree:
     """What a drafter proposes after a prompt."""
-    engine, index = engine_of(bundle), np.arange(len(PROMPT))
+    engine = engine_of(bundle)
     drafter = find_drafter(bundle, name, engine)
     assert isinstance(drafter, FeatureDrafter)
-    causal = np.tri(len(PROMPT), dtype=bool)
-    engine.run(np.array(PROMPT), index, causal, 0, 0, np.zeros(0, np.int64), index[-1:])
+    engine.run(Step.chain(PROMPT, select=[len(PROMPT) - 1]))
     drafter.absorb(0, PROMPT, engine.features())
     return drafter.propose(DraftRequest(root=11, max_nodes=10, max_depth=3))
 

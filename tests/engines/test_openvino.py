@@ -19,7 +19,8 @@ from specexport.exporter.pipeline import BuildOptions, build
 from specexport.exporter.progress import Progress
 from specexport.exporter.quantize.choice import PrecisionOptions
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.engine import TargetEngine, find_engine, width_exact
+from specexport.runtime.cache import CacheRows
+from specexport.runtime.engine import Step, TargetEngine, find_engine, width_exact
 from specexport.runtime.errors import BundleError, UsageError
 from specexport.runtime.sampling import SamplingParams
 from specexport.runtime.session import Session
@@ -54,9 +55,7 @@ def step(
     engine: TargetEngine, tree: Tree, past: int, commit: Sequence[int] = (), select: Sequence[int] | None = None
 ) -> NDArray[np.float32]:
     """One call after ``past`` committed rows, of which the last ``len(commit)`` are moved there first; a copy."""
-    rows = np.arange(len(tree)) if select is None else np.array(select, np.int64)
-    moved = np.array(commit, np.int64)
-    return engine.run(tree.tokens, past + tree.depths(), tree.mask(), past, past - len(commit), moved, rows).copy()
+    return engine.run(Step.of(tree, CacheRows(past - len(commit), tuple(commit)), select)).copy()
 
 
 def decode(engine: TargetEngine, widths: Sequence[int], count: int = SLOTS) -> NDArray[np.float32]:

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from specexport.engines.ort import CPU_TARGET_FILE, MAX_PLANS, OrtEngine, load_cpu, load_cuda, physical_cores
 from specexport.exporter.parity import Deviation
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.engine import find_engine
+from specexport.runtime.cache import CacheRows
+from specexport.runtime.engine import Step, find_engine
 from specexport.runtime.errors import BundleError, SpecExportError, UsageError
 from specexport.runtime.tree import Tree
 from tests.tiny import LLAMA, VOCAB
 
 SLOTS = 128
-NOTHING = np.zeros(0, np.int64)
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, SLOTS)
 BRANCHED = np.array([-1, 0, 0, 1, 2, 4, 4])
 
@@ -39,9 +39,7 @@ def step(
     engine: OrtEngine, tree: Tree, past: int, commit: Sequence[int] = (), select: Sequence[int] | None = None
 ) -> NDArray[np.float32]:
     """One call after ``past`` committed rows, of which the last ``len(commit)`` are moved there first; a copy."""
-    rows = np.arange(len(tree)) if select is None else np.array(select, np.int64)
-    moved = np.array(commit, np.int64)
-    return engine.run(tree.tokens, past + tree.depths(), tree.mask(), past, past - len(commit), moved, rows).copy()
+    return engine.run(Step.of(tree, CacheRows(past - len(commit), tuple(commit)), select)).copy()
 
 
 def decode(engine: OrtEngine, widths: Sequence[int], count: int = SLOTS) -> tuple[NDArray[np.float32], Arrays]:
@@ -194,7 +192,7 @@ def test_what_lies_beyond_the_committed_rows_does_not_matter(engine: OrtEngine) 
 
 def test_logits_are_a_view_of_the_last_call(engine: OrtEngine) -> None:
     chain = Tree.chain(TOKENS[:4])
-    first = engine.run(chain.tokens, np.arange(4), chain.mask(), 0, 0, NOTHING, np.arange(4))
+    first = engine.run(Step.chain(chain.tokens))
     assert first.shape == (4, LLAMA["vocab_size"]) == (4, engine.vocab_size) and first.dtype == np.float32
     kept = first.copy()
     step(engine, Tree.chain(TOKENS[4:6]), 4)

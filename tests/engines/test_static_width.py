@@ -40,9 +40,7 @@ def blank(width: Width) -> dict[str, NDArray[Any]]:
 
 
 def step_of(tree: Tree, rows: CacheRows, select: list[int]) -> Step:
-    return Step(
-        tree.tokens, rows.past + tree.depths(), tree.mask(), rows.past, rows.write, rows.commit_array, np.array(select)
-    )
+    return Step.of(tree, rows, select)
 
 
 @settings(max_examples=60, deadline=None)

@@ -19,7 +19,8 @@ from specexport.engines.plan_runner import PlanRunner
 from specexport.engines.tensorrt_runtime import PlanEngine, load_tensorrt
 from specexport.exporter.parity import exercise
 from specexport.runtime import Bundle, SamplingParams, Session
-from specexport.runtime.engine import TargetEngine
+from specexport.runtime.cache import CacheRows
+from specexport.runtime.engine import Step, TargetEngine
 from specexport.runtime.errors import UsageError
 from specexport.runtime.summary import LazyRow
 from specexport.runtime.tree import Tree
@@ -97,10 +98,7 @@ def test_chunks_trees_and_commits_to_the_last_slot(
     reference = OrtEngine(bundle.path, threads=1, lowered=False)
 
     def recompute(tokens: Sequence[int]) -> Any:
-        count = len(tokens)
-        mask, nothing = np.tri(count, dtype=bool), np.zeros(0, np.int64)
-        last = np.array([count - 1])
-        return reference.run(np.array(tokens), np.arange(count), mask, 0, 0, nothing, last).copy()
+        return reference.run(Step.chain(tokens, select=[len(tokens) - 1])).copy()
 
     logits, cache = exercise(lambda: load_tensorrt(bundle.path, graphs=graphs), recompute, vocab=VOCAB)
     assert logits.relative < 1e-5, logits.where
@@ -112,9 +110,7 @@ def engine_of(bundle: Bundle, **options: Any) -> PlanEngine:
 
 
 def tree_step(engine: TargetEngine, tree: Tree, past: int, commit: Sequence[int] = ()) -> Any:
-    moved = np.array(commit, np.int64)
-    every = np.arange(len(tree))
-    return engine.run(tree.tokens, past + tree.depths(), tree.mask(), past, past - len(commit), moved, every)
+    return engine.run(Step.of(tree, CacheRows(past - len(commit), tuple(commit))))
 
 
 def test_padding_is_never_read(gpu: Gpu, compiled: Callable[..., Bundle]) -> None:
@@ -227,11 +223,8 @@ def test_greedy_decoding_fetches_no_row(gpu: Gpu, compiled: Callable[..., Bundle
 
 def test_rows_on_request(gpu: Gpu, compiled: Callable[..., Bundle]) -> None:
     engine = engine_of(compiled())
-    chunk = Tree.chain(list(range(20, 60)))
-    mask, nothing = chunk.mask(), np.zeros(0, np.int64)
-    arguments = (chunk.tokens, np.arange(40), mask, 0, 0, nothing)
-    every = engine.run(*arguments, np.arange(40))
-    rows = engine.run_rows(*arguments, np.array([3, 38, 39]))
+    every = engine.run(Step.chain(range(20, 60)))
+    rows = engine.run_rows(Step.chain(range(20, 60), select=[3, 38, 39]))
     assert [isinstance(row, LazyRow) for row in rows] == [False, True, True]  # the first was in an earlier piece
     for row, expected in zip(rows, every[[3, 38, 39]], strict=True):
         array = row.numpy() if isinstance(row, LazyRow) else row

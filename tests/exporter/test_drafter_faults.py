@@ -22,6 +22,7 @@ from specexport.exporter.heads.trees import DynamicTree
 from specexport.exporter.layers import Capture
 from specexport.exporter.onnx import build_module
 from specexport.exporter.rope import rope_tables
+from specexport.runtime.engine import Step
 from specexport.runtime.errors import CheckpointError
 from tests.exporter.draft_reference import (
     Weights,
@@ -150,8 +151,7 @@ def test_captures_off_by_one_fail_parity(convention: str, tmp_path: Path) -> Non
 
     def with_captures(*captures: Capture) -> float:
         target = TorchEngine(build_module(TARGET, 16, torch.float32, Memory(tensors), captures))
-        index = np.arange(len(tokens))
-        target.run(np.array(tokens), index, np.tri(len(tokens), dtype=bool), 0, 0, np.zeros(0, np.int64), index[-1:])
+        target.run(Step.chain(tokens, select=[len(tokens) - 1]))
         return distance(drafted(module, target.features(), following), reference)
 
     assert with_captures(*head.record.captures) < 1e-4
@@ -167,8 +167,7 @@ def test_the_last_layer_is_captured_before_the_final_norm(tmp_path: Path) -> Non
     tensors, tokens = llama_tensors(Random(1)), [3, 1, 4, 1, 5]
     states = target_states(tensors, tokens)
     target = TorchEngine(build_module(TARGET, 16, torch.float32, Memory(tensors), head.record.captures))
-    index = np.arange(len(tokens))
-    target.run(np.array(tokens), index, np.tri(len(tokens), dtype=bool), 0, 0, np.zeros(0, np.int64), index[-1:])
+    target.run(Step.chain(tokens, select=[len(tokens) - 1]))
     last = target.features()[:, -TARGET.hidden_size :]
     assert np.abs(last - states[TARGET.num_layers]).max() < 1e-4 * np.abs(last).max()
     assert np.abs(last - states["final"]).max() > FAR * np.abs(last).max()

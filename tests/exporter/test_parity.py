@@ -19,6 +19,8 @@ from specexport.exporter.lower import lower_target
 from specexport.exporter.onnx import build_module, export_target, save_target
 from specexport.exporter.parity import Deviation, Recompute, exercise
 from specexport.exporter.quantize.plan import FLOATS
+from specexport.runtime.cache import CacheRows
+from specexport.runtime.engine import Step
 from specexport.runtime.tree import Tree
 from tests.exporter.torch_engine import TorchEngine
 
@@ -233,15 +235,13 @@ def test_features_are_the_hidden_states(case: str, captures: tuple[Capture, ...]
     made = [TorchEngine(module), OrtEngine(tmp_path, threads=1)]
     lower_target(tmp_path, config, SLOTS, "fp32")
     made.append(OrtEngine(tmp_path, threads=1))
-    nothing = np.zeros(0, np.int64)
     for engine in made:
-        chain = Tree.chain(prompt)
-        engine.run(prompt, np.arange(14), chain.mask(), 0, 0, nothing, np.array([13]))
+        engine.run(Step.chain(prompt, select=[13]))
         # Logits of one node only: features come for all of them.
-        engine.run(tree.tokens, 14 + tree.depths(), tree.mask(), 14, 14, nothing, np.array([0]))
+        engine.run(Step.of(tree, CacheRows(14), [0]))
         found = engine.features()
         assert found.shape == (5, len(captures) * config.hidden_size)
         assert np.abs(found - np.array(expected)).max() <= 1e-4
-        engine.run(tree.tokens[:1], np.array([14]), np.ones((1, 1), bool), 14, 14, nothing, np.array([0]))
+        engine.run(Step.chain(tree.tokens[:1], 14))
         assert len(engine.features()) == 1
         assert np.abs(engine.features()[0] - expected[0]).max() <= 1e-4

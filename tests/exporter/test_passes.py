@@ -18,6 +18,8 @@ from specexport.exporter.lower import lower_target
 from specexport.exporter.passes import grouped_query
 from specexport.runtime import contract
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.cache import CacheRows
+from specexport.runtime.engine import Step
 from specexport.runtime.errors import SpecExportError
 from specexport.runtime.tree import Tree
 from tests.exporter.test_parity import SLOTS, reference, save_engine
@@ -255,16 +257,12 @@ def test_a_window_counts_positions_not_rows(tmp_path: Path) -> None:
     prompt, nodes = rng.integers(0, config.vocab_size, 20), rng.integers(0, config.vocab_size, window + 4)
     size = len(nodes)
     parents = np.where(np.arange(size) == 0, -1, 0)
-    mask = np.eye(size, dtype=bool)
-    mask[:, 0] = True
-    nothing = np.zeros(0, np.int64)
     found = []
     for engine in (lowered, exported):
-        engine.run(prompt, np.arange(20), np.tri(20, dtype=bool), 0, 0, nothing, np.array([19]))
-        found.append(engine.run(nodes, 21 + parents, mask, 20, 20, nothing, np.arange(size)).copy())
+        engine.run(Step.chain(prompt, select=[19]))
+        found.append(engine.run(Step.of(Tree(nodes, parents), CacheRows(20))).copy())
         for node in (1, size - 1):  # the same as alone under the root
-            pair = nodes[[0, node]]
-            alone = engine.run(pair, np.array([20, 21]), np.tri(2, dtype=bool), 20, 20, nothing, np.array([1]))
+            alone = engine.run(Step.chain(nodes[[0, node]], 20, [1]))
             assert np.abs(alone[0] - found[-1][node]).max() < 1e-4
     assert np.abs(found[0] - found[1]).max() < 1e-4
 
@@ -282,10 +280,7 @@ def test_the_first_call_may_be_a_tree(case: str, tmp_path: Path) -> None:
     parents = np.array([-1, 0, 0, 1, 1, 2, 5])
     tree = Tree(np.random.default_rng(0).integers(0, config.vocab_size, 7), parents)
     found = [
-        OrtEngine(tmp_path, threads=1, lowered=lowered).run(
-            tree.tokens, tree.depths(), tree.mask(), 0, 0, np.zeros(0, np.int64), np.arange(7)
-        )
-        for lowered in (True, False)
+        OrtEngine(tmp_path, threads=1, lowered=lowered).run(Step.of(tree, CacheRows())) for lowered in (True, False)
     ]
     assert np.abs(found[0] - found[1]).max() < 1e-4
 

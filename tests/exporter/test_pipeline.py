@@ -22,6 +22,7 @@ from specexport.exporter.parity import Deviation
 from specexport.exporter.verify import load_transformers
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.drafters import DRAFTERS
+from specexport.runtime.engine import Step
 from specexport.runtime.errors import UsageError
 from specexport.runtime.sampling import SamplingParams
 from specexport.runtime.session import Session
@@ -30,15 +31,13 @@ from tests.tiny import LLAMA, VOCAB, write_llama
 
 GRAPHS = (TARGET_FILE, CPU_TARGET_FILE, CPU_COMMIT_FILE)
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, 40)
-NOTHING = np.zeros(0, np.int64)
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
 
 def forward(engine: OrtEngine, tokens: np.ndarray = TOKENS) -> np.ndarray:
     """Logits of every token, in one call."""
-    count = len(tokens)
-    return engine.run(tokens, np.arange(count), np.tri(count, dtype=bool), 0, 0, NOTHING, np.arange(count)).copy()
+    return engine.run(Step.chain(tokens)).copy()
 
 
 def transformers_logits(source: Path) -> np.ndarray:

@@ -16,7 +16,7 @@ from specexport.exporter.progress import Progress
 from specexport.exporter.quantize.choice import PrecisionOptions
 from specexport.exporter.rounding import turned_tokens
 from specexport.runtime import Bundle, SamplingParams
-from specexport.runtime.engine import find_engine
+from specexport.runtime.engine import Step, find_engine
 from tests.e2e.test_heads import CASES, WINDOW, write_words
 from tests.exporter.heads.writers import TARGET_CONFIG, Random, llama_tensors
 from tests.tiny import write_checkpoint
@@ -53,9 +53,9 @@ class Rounded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def run(self, tokens: NDArray[np.int64], *rest: Any) -> NDArray[np.float32]:
-        logits: NDArray[np.float32] = self._engine.run(tokens, *rest).copy()
-        rng = np.random.default_rng(len(tokens))
+    def run(self, step: Step) -> NDArray[np.float32]:
+        logits: NDArray[np.float32] = self._engine.run(step).copy()
+        rng = np.random.default_rng(len(step.tokens))
         error = rng.uniform(-self._size, self._size, logits.shape[1]) * np.abs(logits).max(axis=1, keepdims=True)
         return (logits + error).astype(np.float32)
 

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from specexport.exporter.layers import Target
+from specexport.runtime.engine import Step
 
 
 class TorchEngine:
@@ -25,16 +26,8 @@ class TorchEngine:
     def reset(self) -> None:
         self.caches = [torch.zeros(self._shape, dtype=self.target.dtype) for _ in range(2 * len(self.target.layers))]
 
-    def run(
-        self,
-        tokens: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        tree: NDArray[np.bool_],
-        past: int,
-        write: int,
-        commit: NDArray[np.int64],
-        select: NDArray[np.int64],
-    ) -> NDArray[np.float32]:
+    def run(self, step: Step) -> NDArray[np.float32]:
+        tokens, positions, tree, past, write, commit, select = step
         moved, nodes = len(commit), len(tokens)
         pads = min(self.pads, self.slots - write - moved - nodes)
         padded = np.concatenate([commit, np.zeros(pads, np.int64)])

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from specexport.engines.ort import OrtEngine
@@ -27,7 +26,7 @@ from specexport.runtime.device_profile import (
     write_acceptance,
     write_profile,
 )
-from specexport.runtime.engine import chains_only, find_engine
+from specexport.runtime.engine import Step, chains_only, find_engine
 from specexport.runtime.errors import UsageError
 from specexport.runtime.machine import this_machine
 from specexport.runtime.tree import Tree
@@ -155,10 +154,12 @@ class Clock:
         self.now, self.calls, self.hiccup = 0.0, 0, hiccup
         monkeypatch.setattr(timing, "perf_counter", lambda: self.now)
 
-    def run(self, tokens: np.ndarray, positions: np.ndarray, tree: np.ndarray, past: int, *rest: object) -> None:
+    def run(self, step: Step) -> None:
         self.calls += 1
-        assert tree.shape == (len(tokens), len(tokens)) and positions[0] == past and tokens.max() < self.vocab_size
-        self.now += 0.01 + 0.001 * len(tokens) + 1e-5 * past + (self.hiccup if self.calls % 5 == 0 else 0.0)
+        size = len(step.tokens)
+        assert step.tree.shape == (size, size) and step.positions[0] == step.past
+        assert step.tokens.max() < self.vocab_size
+        self.now += 0.01 + 0.001 * size + 1e-5 * step.past + (self.hiccup if self.calls % 5 == 0 else 0.0)
 
     def reset(self) -> None:
         self.calls = -1

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from specexport.runtime.engine import Step
+
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -77,16 +79,8 @@ class FakeEngine:
     def read_cache(self, rows: int) -> list[NDArray[np.int64]]:
         return [np.stack([self.tokens[:rows], self.positions[:rows]], -1)[None]]
 
-    def run(
-        self,
-        tokens: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        tree: NDArray[np.bool_],
-        past: int,
-        write: int,
-        commit: NDArray[np.int64],
-        select: NDArray[np.int64],
-    ) -> NDArray[np.float32]:
+    def run(self, step: Step) -> NDArray[np.float32]:
+        tokens, positions, tree, past, write, commit, select = step
         size = len(tokens)
         assert tokens.dtype == positions.dtype == commit.dtype == select.dtype == np.int64 and tree.dtype == bool
         assert positions.shape == (size,) and tree.shape == (size, size) and size > 0

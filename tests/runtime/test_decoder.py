@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from specexport.runtime.cache import CacheRows
 from specexport.runtime.decoder import Decoder
 from specexport.runtime.drafters import DRAFTERS, Drafter, make_drafter
+from specexport.runtime.engine import Step
 from specexport.runtime.errors import UsageError
 from specexport.runtime.sampling import Sampler, SamplingParams
 from specexport.runtime.statistics import RunStatistics
@@ -80,23 +81,14 @@ class Ignores(FakeEngine):
         super().__init__(model, slots)
         self.fault = fault
 
-    def run(
-        self,
-        tokens: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        tree: NDArray[np.bool_],
-        past: int,
-        write: int,
-        commit: NDArray[np.int64],
-        select: NDArray[np.int64],
-    ) -> NDArray[np.float32]:
+    def run(self, step: Step) -> NDArray[np.float32]:
         if self.fault == "commit":
-            commit = np.arange(write, past)
+            step = step._replace(commit=np.arange(step.write, step.past))
         elif self.fault == "tree":
-            tree = np.tri(len(tokens), dtype=bool)
+            step = step._replace(tree=np.tri(len(step.tokens), dtype=bool))
         elif self.fault == "order":
-            commit = commit[::-1].copy()
-        return super().run(tokens, positions, tree, past, write, commit, select)
+            step = step._replace(commit=step.commit[::-1].copy())
+        return super().run(step)
 
 
 @pytest.mark.parametrize("fault", ["commit", "tree", "order"])

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from specexport.runtime.cache import CacheRows
 from specexport.runtime.decoder import Block, Decoder
 from specexport.runtime.drafters import DraftRequest, make_drafter
+from specexport.runtime.engine import Step
 from specexport.runtime.errors import UsageError
 from specexport.runtime.sampling import Sampler, SamplingParams
 from specexport.runtime.statistics import RunStatistics
@@ -148,12 +149,12 @@ class TestInterruption:
         model = ToyModel(VOCAB, 13)
 
         class Breaks(FakeEngine):
-            def run(self, *args: Any) -> NDArray[np.float32]:
+            def run(self, step: Step) -> NDArray[np.float32]:
                 if len(self.calls) == 6:
                     self.tokens[:] = 0
                     self.calls.append((0, 0))
                     raise RuntimeError("device lost")
-                return super().run(*args)
+                return super().run(step)
 
         decoder = Decoder(Breaks(model, 200), make_drafter("suffix", VOCAB))
         with pytest.raises(RuntimeError, match="device lost"):

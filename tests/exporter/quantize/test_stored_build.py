@@ -14,6 +14,7 @@ from specexport.engines.ort import OrtEngine
 from specexport.exporter import cli
 from specexport.exporter.checkpoint import open_checkpoint
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.engine import Step
 from specexport.runtime.sampling import SamplingParams
 from specexport.runtime.session import Session
 from tests.exporter.quantize.stored_writers import CASES, quantized_tensors, write_quantized
@@ -41,9 +42,7 @@ def decode(bundle: Bundle) -> list[int]:
 def logits(bundle: Bundle) -> NDArray[np.float32]:
     """Of a sequence by the graph as it is written: kernels for codes also round activations, values do not."""
     engine = OrtEngine(bundle.path, lowered=False, optimize=False)
-    tokens, nothing = np.arange(4, 44), np.zeros(0, np.int64)
-    count = len(tokens)
-    return engine.run(tokens, np.arange(count), np.tri(count, dtype=bool), 0, 0, nothing, np.arange(count)).copy()
+    return engine.run(Step.chain(range(4, 44))).copy()
 
 
 def check_kept(tmp_path: Path, case: str, precision: str) -> None:
