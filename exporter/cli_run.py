@@ -137,7 +137,7 @@ def _standard_input() -> str:
 @click.option("--prompt", help="What to ask. [default: a question with something to predict in its answer]")
 @click.option("--cache", type=click.Path(path_type=Path, file_okay=False), help="Where to keep model and bundle.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Length of the answer.")
-@click.option("--heads", is_flag=True, help="Build trained heads in, and let the controller choose.")
+@click.option("--heads/--no-heads", default=True, help="Build the trained heads in.  [default: heads]")
 @threads_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def demo(prompt: str | None, cache: Path | None, max_tokens: int, heads: bool, threads: int, as_json: bool) -> int:

