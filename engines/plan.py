@@ -22,7 +22,7 @@ from typing import Any
 
 from specexport.runtime.bundle import inside, sha256
 from specexport.runtime.errors import BundleError, UsageError
-from specexport.runtime.manifest import DTYPES, PRECISIONS, FileInfo
+from specexport.runtime.manifest import CAPABILITY, DTYPES, PRECISIONS, FileInfo
 from specexport.runtime.records import (
     RecordError,
     choice,
@@ -51,7 +51,6 @@ MAX_RECORD_BYTES = 4 << 20
 #: Element types of inputs and outputs.
 KINDS = (*DTYPES, "int64", "int32", "int8", "fp8", "bool")
 
-_CAPABILITY = re.compile(r"\d{1,2}\.\d")
 _DIM = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,15}")
 _PLUGIN = re.compile(r"[A-Za-z0-9_]{0,64}::[A-Za-z0-9_]{1,64}:[0-9.]{1,16}")
 
@@ -118,7 +117,7 @@ class PlanRecord:
     sources: dict[str, FileInfo] = read(table(_file, record(FileInfo), 16))
     module: str = read(choice(*MODULES))
     version: str = read(text(32, re.compile(r"[0-9][0-9A-Za-z.+-]*")))
-    capabilities: tuple[str, ...] = read(sequence(text(8, _CAPABILITY), 16))
+    capabilities: tuple[str, ...] = read(sequence(text(8, CAPABILITY), 16))
     slots: int = read(integer(0, 1 << 24))
     inputs: tuple[TensorInfo, ...] = read(sequence(record(TensorInfo), 1 << 14))
     outputs: tuple[TensorInfo, ...] = read(sequence(record(TensorInfo), 1 << 14))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +12,15 @@ from specexport.exporter.cli import echo_json
 from specexport.exporter.cli_inspect import echo_columns, size
 from specexport.exporter.doctor import require_export
 from specexport.exporter.progress import Progress
+from specexport.runtime.manifest import CAPABILITY
 
 if TYPE_CHECKING:
     from specexport.exporter.compile import CompileResult
 
-_CAPABILITY = re.compile(r"\d{1,2}\.\d")
-
 
 def capability(value: str) -> str:
     """A compute capability such as 8.9."""
-    if not _CAPABILITY.fullmatch(value):
+    if not CAPABILITY.fullmatch(value):
         raise click.BadParameter(f"{value!r} is no compute capability such as 8.9")
     return value
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from specexport.exporter.ops import TRANSLATIONS
 from specexport.exporter.quantize import insert
-from specexport.exporter.quantize.plan import FLOATS, Plan
+from specexport.exporter.quantize.plan import FLOATS, Plan, narrow
 from specexport.exporter.quantize.record import Quantized
 from specexport.runtime import contract
 from specexport.runtime.errors import SpecExportError
@@ -262,7 +262,7 @@ def _planned(value: ir.Value, tensor: Tensor | Quantized, plan: Plan | None) -> 
     uses = {node.op_type for node, _ in value.uses()}
     form = plan.format_of(name, tied={"Gather", "Gemm"} <= uses)
     if not form.quantized:
-        return tensor.to(FLOATS[form.kind])
+        return narrow(name, tensor, FLOATS[form.kind])
     matrix = tensor.t() if insert.is_operand(value) else tensor
     return plan.quantizer(name, matrix, form.fitted(matrix.shape[1]))
 

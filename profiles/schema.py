@@ -9,14 +9,13 @@ replaced. Every file names the public source of its figures.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from specexport.runtime.errors import UsageError
-from specexport.runtime.manifest import PRECISIONS
+from specexport.runtime.manifest import CAPABILITY, PRECISIONS
 from specexport.runtime.records import (
     NAME,
     RecordError,
@@ -78,7 +77,7 @@ class Profile:
 
     title: str = read(text(200))
     backend: str = read(choice(*BACKENDS))
-    compute_capability: str | None = read(optional(text(8, re.compile(r"\d{1,2}\.\d"))), None)
+    compute_capability: str | None = read(optional(text(8, CAPABILITY)), None)
     memory_gib: float = read(number(1e-3, 1 << 16))
     usable: float = read(number(0.05, 1))
     bandwidth_gb_s: float = read(number(1e-3, 1e6))

@@ -42,6 +42,8 @@ DTYPES = ("fp32", "fp16", "bf16")
 PRECISIONS = (*DTYPES, "int8", "int4", "fp8", "nvfp4")
 #: Those that only GPUs multiply with.
 GPU_FORMATS = ("fp8", "nvfp4")
+#: A compute capability of a device, such as 8.9.
+CAPABILITY = re.compile(r"\d{1,2}\.\d")
 
 _COMPONENT = re.compile(r"[A-Za-z0-9._+@=-]{1,128}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")

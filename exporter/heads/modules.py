@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from specexport.exporter import ops
 from specexport.exporter.heads.record import MedusaRecord
 from specexport.exporter.layers import ACTIVATIONS, Linear
+from specexport.exporter.quantize.plan import narrow
 from specexport.exporter.weights import WeightSource
 from specexport.runtime.errors import CheckpointError
 
@@ -96,4 +97,4 @@ def _read(weights: WeightSource, name: str, parameter: Tensor) -> Tensor:
         tensor = tensor.t()
     if tensor.shape != parameter.shape:
         raise CheckpointError(f"head tensor {name} has shape {tuple(tensor.shape)}, expected {tuple(parameter.shape)}")
-    return tensor.to(parameter.dtype)
+    return narrow(f"head tensor {name}", tensor, parameter.dtype)

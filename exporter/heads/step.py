@@ -12,6 +12,7 @@ from specexport.exporter.heads.attention import DraftAttention, make_attention
 from specexport.exporter.heads.experts import make_mlp
 from specexport.exporter.heads.record import BlockConfig, Latent, RecurrentRecord
 from specexport.exporter.layers import Linear, RMSNorm
+from specexport.exporter.quantize.plan import narrow
 from specexport.exporter.weights import WeightSource
 from specexport.runtime.errors import CheckpointError
 
@@ -96,7 +97,8 @@ def read_parameter(weights: WeightSource, name: str, parameter: Tensor, blocks: 
     elif parameter.ndim == 3:
         tensor = torch.empty(parameter.shape, dtype=parameter.dtype)
         for index in range(len(parameter)):
-            tensor[index] = weights.read(name.replace(".experts.", f".experts.{index}.")).t()
+            own = name.replace(".experts.", f".experts.{index}.")
+            tensor[index] = narrow(f"head tensor {own}", weights.read(own), parameter.dtype).t()
     else:
         tensor = weights.read(name)
         if last == "weight" and latent is not None and latent.interleaved:
@@ -107,7 +109,7 @@ def read_parameter(weights: WeightSource, name: str, parameter: Tensor, blocks: 
             tensor = tensor.t()
     if tensor.shape != parameter.shape:
         raise CheckpointError(f"head tensor {name} has shape {tuple(tensor.shape)}, expected {tuple(parameter.shape)}")
-    return tensor.to(parameter.dtype)
+    return narrow(f"head tensor {name}", tensor, parameter.dtype)
 
 
 def _half_split(tensor: Tensor, name: str, latent: Latent) -> Tensor:

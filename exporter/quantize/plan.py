@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specexport.exporter.quantize.record import Quantized
+from specexport.runtime.errors import CheckpointError
 
 #: Formats in which numbers are stored as they are, and their dtypes.
 FLOATS: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -19,6 +20,22 @@ CODES = ("int8", "int4", "fp8", "nvfp4")
 NVFP4_BLOCK = 16
 #: Smallest block that ONNX Runtime's MatMulNBits takes.
 MIN_BLOCK = 16
+
+
+def narrow(name: str, tensor: Tensor, dtype: torch.dtype, fix: str = "build with --activations bf16 or fp32") -> Tensor:
+    """A tensor in ``dtype``.
+
+    Args:
+        fix: what whoever reads the error may do.
+
+    Raises:
+        CheckpointError: a value is no number, or larger than those of float16.
+    """
+    result = tensor.to(dtype)
+    if dtype == torch.float16 and not (finite := torch.isfinite(result)).all():
+        worst = float(tensor[~finite].flatten()[0])
+        raise CheckpointError(f"{name} holds {worst:g}, fp16 ends at {torch.finfo(dtype).max:g}: {fix}")
+    return result
 
 
 @dataclass(frozen=True, slots=True)

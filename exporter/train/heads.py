@@ -23,7 +23,7 @@ from specexport.exporter.heads.record import BlockConfig, HeadLineage, MedusaRec
 from specexport.exporter.heads.recurrent import RecurrentDrafter
 from specexport.exporter.heads.trees import DynamicTree
 from specexport.exporter.layers import Block, Linear, Target
-from specexport.exporter.quantize.plan import FLOATS
+from specexport.exporter.quantize.plan import FLOATS, narrow
 from specexport.exporter.rope import rope_tables
 from specexport.runtime.replacing import new_file, replace_text
 
@@ -220,7 +220,8 @@ def _stored(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     tensor = tensor.detach().cpu()
     if tensor.ndim == 2 and name != "lm_head":
         tensor = tensor.t()
-    return tensor.to(dtype).contiguous().clone()
+    fix = "save it with --dtype bf16 or fp32"
+    return narrow(f"the head's {name}", tensor, dtype, fix).contiguous().clone()
 
 
 def public_config(record: MedusaRecord | RecurrentRecord, target_name: str, dtype: str) -> dict[str, Any]:
