@@ -75,7 +75,7 @@ def write_quantized(directory: Path, case: Case, **changes: Any) -> dict[str, Ma
     return values
 
 
-def _scale(rng: random.Random, bits: int, dtype: torch.dtype = torch.float16) -> float:
+def draw_scale(rng: random.Random, bits: int, dtype: torch.dtype = torch.float16) -> float:
     """A scale that ``dtype`` holds exactly, so that the value of a code is small."""
     return torch.tensor(rng.uniform(0.05, 0.4) / (1 << (bits - 1)), dtype=dtype).item()
 
@@ -122,7 +122,7 @@ def gptq(
         codes = [[rng.randint(0, top) for _ in range(width)] for _ in range(out)]
         low = 0 if version == 2 or writer else 1
         zeros = [[1 << (bits - 1) if symmetric else rng.randint(low, top) for _ in range(count)] for _ in range(out)]
-        scales = [[_scale(rng, bits) for _ in range(count)] for _ in range(out)]
+        scales = [[draw_scale(rng, bits) for _ in range(count)] for _ in range(out)]
         qweight = torch.zeros(width // per_word, out, dtype=torch.int32)
         for row in range(width // per_word):
             for o in range(out):
@@ -176,7 +176,7 @@ def awq(group: int, *, zero_point: bool = True, layout: str = "gemm", **more: An
         count = width // block
         codes = [[rng.randint(0, 15) for _ in range(width)] for _ in range(out)]
         zeros = [[rng.randint(0, 15) if zero_point else 8 for _ in range(count)] for _ in range(out)]
-        scales = [[_scale(rng, 4) for _ in range(count)] for _ in range(out)]
+        scales = [[draw_scale(rng, 4) for _ in range(count)] for _ in range(out)]
         value = np.zeros((out, width), np.float32)
         for o in range(out):
             for i in range(width):
@@ -243,7 +243,7 @@ def compressed(
         groups = _groups(width, block, act_order)
         codes = [[rng.randint(-half, half - 1) for _ in range(width)] for _ in range(out)]
         zeros = [[0 if symmetric else rng.randint(-half, half - 1) for _ in range(count)] for _ in range(out)]
-        scales = [[_scale(rng, bits, torch.bfloat16) for _ in range(count)] for _ in range(out)]
+        scales = [[draw_scale(rng, bits, torch.bfloat16) for _ in range(count)] for _ in range(out)]
         if strategy == "tensor":
             zeros, scales = [zeros[0]] * out, [scales[0]] * out
         value = np.zeros((out, width), np.float32)
@@ -292,10 +292,10 @@ def compressed(
         "observer": "minmax",
         "observer_kwargs": {},
     }
-    return _compressed_case(weights, layout or ("pack-quantized" if packed else "int-quantized"), inputs, pack)
+    return compressed_case(weights, layout or ("pack-quantized" if packed else "int-quantized"), inputs, pack)
 
 
-def _compressed_case(weights: dict[str, Any], layout: str, inputs: str | None, pack: Packer) -> Case:
+def compressed_case(weights: dict[str, Any], layout: str, inputs: str | None, pack: Packer) -> Case:
     activations = None
     if inputs is not None:
         activations = {**weights, "strategy": "tensor", "group_size": None, "dynamic": inputs == "dynamic"}
@@ -315,119 +315,3 @@ def _compressed_case(weights: dict[str, Any], layout: str, inputs: str | None, p
         "global_compression_ratio": 1.5,
     }
     return Case(config, pack)
-
-
-def e4m3(byte: int) -> float:
-    """The value of an 8-bit float: a sign, four bits of exponent (bias 7), three of mantissa; no infinities."""
-    sign, exponent, mantissa = byte >> 7, byte >> 3 & 15, byte & 7
-    assert byte & 127 != 127, "not a number"
-    magnitude = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-    return -magnitude if sign else magnitude
-
-
-def _fp8(
-    rng: random.Random, out: int, width: int, scale_of: Callable[[int, int], float]
-) -> tuple[torch.Tensor, Matrix]:
-    value = np.zeros((out, width), np.float32)
-    data = torch.zeros(out, width, dtype=torch.uint8)
-    for o in range(out):
-        for i in range(width):
-            byte = rng.choice([0, 128]) | rng.randint(0, 80)  # up to 8: weights are small beside the largest
-            data[o, i] = byte
-            value[o, i] = np.float32(e4m3(byte)) * np.float32(scale_of(o, i))
-    return data.view(torch.float8_e4m3fn), value
-
-
-def fp8(*, tile: tuple[int, int] | None = None, static: bool = False, scale: str = "weight_scale", **more: Any) -> Case:
-    """``quant_method: fp8``: DeepSeek-V3's tiles (``weight_scale_inv`` multiplies, whatever its name says) or one scale
-    of the matrix, with one of the inputs when activations are static."""
-
-    def pack(rng: random.Random, out: int, width: int) -> tuple[Leaves, Matrix]:
-        if tile is None:
-            one = rng.uniform(0.01, 0.05)
-            data, value = _fp8(rng, out, width, lambda o, i: one)
-            leaves: Leaves = {"weight": data, scale: torch.tensor(one, dtype=torch.float32)}
-        else:
-            tiles = torch.tensor(
-                [[rng.uniform(0.01, 0.05) for _ in range(-(-width // tile[1]))] for _ in range(-(-out // tile[0]))]
-            )
-            data, value = _fp8(rng, out, width, lambda o, i: tiles[o // tile[0], i // tile[1]].item())
-            leaves = {"weight": data, "weight_scale_inv": tiles}
-        if static:
-            leaves["input_scale"] = torch.tensor(0.02)
-        return leaves, value
-
-    config = {
-        "quant_method": "fp8",
-        "activation_scheme": "static" if static else "dynamic",
-        **({} if tile is None else {"weight_block_size": list(tile), "fmt": "e4m3"}),
-        **more,
-    }
-    return Case(config, pack)
-
-
-def compressed_fp8(strategy: str, *, tile: tuple[int, int] | None = None, inputs: str | None = None) -> Case:
-    """compressed-tensors' ``float-quantized``: a scale a matrix, a row or a tile."""
-
-    def pack(rng: random.Random, out: int, width: int) -> tuple[Leaves, Matrix]:
-        rows, columns = tile or (1 if strategy == "channel" else out, width)
-        scales = torch.tensor(
-            [[_scale(rng, 4, torch.bfloat16) for _ in range(-(-width // columns))] for _ in range(-(-out // rows))],
-            dtype=torch.bfloat16,
-        )
-        data, value = _fp8(rng, out, width, lambda o, i: scales[o // rows, i // columns].item())
-        leaves = {"weight": data, "weight_scale": scales.reshape(1) if strategy == "tensor" else scales}
-        if inputs == "static":
-            leaves["input_scale"] = torch.tensor([0.02], dtype=torch.bfloat16)
-        return leaves, value
-
-    weights = {
-        "num_bits": 8,
-        "type": "float",
-        "symmetric": True,
-        "strategy": strategy,
-        "group_size": None,
-        "block_structure": None if tile is None else list(tile),
-        "dynamic": False,
-    }
-    return _compressed_case(weights, "float-quantized", inputs, pack)
-
-
-#: Every format that is read.
-CASES: dict[str, Case] = {
-    "gptq4": gptq(4, 32, symmetric=True),
-    "gptq4_asymmetric": gptq(4, 32, symmetric=False),
-    "gptq4_act_order": gptq(4, 32, symmetric=False, act_order=True),
-    "gptq4_short_group": gptq(4, 64, symmetric=True, act_order=True),
-    "gptq4_rows": gptq(4, -1, symmetric=False),
-    "gptq4_v2": gptq(4, 32, symmetric=False, version=2),
-    "gptq4_gptqmodel": gptq(4, 32, symmetric=False, writer="gptqmodel:2.0.0"),
-    "gptq8": gptq(8, 32, symmetric=True),
-    "gptq8_asymmetric": gptq(8, 32, symmetric=False, act_order=True),
-    "gptq8_v2": gptq(8, -1, symmetric=False, version=2),
-    "awq": awq(32),
-    "awq_symmetric": awq(32, zero_point=False),
-    "awq_rows": awq(-1),
-    "awq_gemv": awq(32, layout="gemv"),
-    "awq_gemv_rows": awq(-1, layout="gemv"),
-    "packed4": compressed(4, "group", group=32),
-    "packed4_rows": compressed(4, "channel"),
-    "packed4_asymmetric": compressed(4, "group", group=32, symmetric=False),
-    "packed4_asymmetric_rows": compressed(4, "channel", symmetric=False),
-    "packed4_old_zeros": compressed(4, "group", group=32, symmetric=False, old_zeros=True),
-    "packed4_act_order": compressed(4, "group", group=32, symmetric=False, act_order=True),
-    "packed8": compressed(8, "group", group=32),
-    "packed8_asymmetric": compressed(8, "group", group=32, symmetric=False),
-    "int8_rows": compressed(8, "channel", packed=False, inputs="dynamic"),
-    "int8_static": compressed(8, "channel", packed=False, inputs="static"),
-    "int8_whole": compressed(8, "tensor", packed=False, symmetric=False),
-    "int8_groups": compressed(8, "group", group=32, packed=False, symmetric=False),
-    "int8_naive": compressed(8, "channel", packed=False, old_zeros=True, layout="naive-quantized"),
-    "float_rows": compressed_fp8("channel", inputs="dynamic"),
-    "float_whole": compressed_fp8("tensor", inputs="static"),
-    "float_tiles": compressed_fp8("block", tile=(24, 40)),
-    "fp8_tiles": fp8(tile=(24, 40)),
-    "fp8_dynamic": fp8(),
-    "fp8_static": fp8(static=True),
-    "fp8_inverse": fp8(scale="weight_scale_inv"),
-}

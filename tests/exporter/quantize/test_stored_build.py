@@ -17,7 +17,8 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.engine import Step
 from specexport.runtime.sampling import SamplingParams
 from specexport.runtime.session import Session
-from tests.exporter.quantize.stored_writers import CASES, quantized_tensors, write_quantized
+from tests.exporter.quantize.stored_cases import CASES
+from tests.exporter.quantize.stored_writers import quantized_tensors, write_quantized
 from tests.tiny import write_checkpoint, write_llama, write_tokenizer
 
 PROMPT = [5, 6, 7, 8]
