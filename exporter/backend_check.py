@@ -23,6 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specexport.engines.ort import OrtEngine
+from specexport.engines.ort_providers import PROVIDERS
+from specexport.engines.tensorrt_module import BACKENDS
 from specexport.exporter.parity import Deviation
 from specexport.exporter.progress import Progress
 from specexport.exporter.verify import limit_of
@@ -30,6 +32,7 @@ from specexport.runtime import contract
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cache import CacheRows
 from specexport.runtime.engine import Step, TargetEngine, find_engine, widest_of
+from specexport.runtime.errors import UsageError
 from specexport.runtime.tree import Tree
 
 #: Nodes of the chunk whose layers are compared; even, so that no engine adds a row.
@@ -90,6 +93,17 @@ def _plain(found: Deviation) -> dict[str, Any]:
     return {"error": error, "size": found.size, "where": found.where}
 
 
+def _check_visible(backend: str) -> None:
+    """Refuse to look inside what has no inside, before anything runs."""
+    if backend in BACKENDS:
+        raise UsageError(
+            f"--layers: a plan of {backend} gives no tensors but its outputs: leave --layers out, or name --backend "
+            f"onnxruntime-{backend}, where TensorRT compiles the graph with its tensors as outputs"
+        )
+    if backend not in PROVIDERS and not backend.startswith("openvino"):
+        raise UsageError(f"--layers: expected one of {', '.join(PROVIDERS)} or an OpenVINO engine, got {backend}")
+
+
 def compare(bundle: Path, backend: str, *, threads: int = 0, layers: bool = False, progress: Progress) -> Comparison:
     """Run the engine called ``backend`` beside the reference.
 
@@ -97,6 +111,8 @@ def compare(bundle: Path, backend: str, *, threads: int = 0, layers: bool = Fals
         BundleError: the bundle cannot be loaded, or the reference cannot run it (bf16, formats for GPUs).
         UsageError: an unknown engine, one that is not installed, or one whose layers cannot be seen.
     """
+    if layers:
+        _check_visible(backend)
     opened = Bundle.load(bundle)
     target = opened.manifest.target
     with progress.stage(f"outputs of {backend}"):

@@ -230,7 +230,11 @@ def _plans(chosen: dict[str, Any], backend: str | None, profile: str | None) -> 
 @click.option(
     "--backend", metavar="ENGINE", help="Instead compare this engine's outputs with the exported graph's, call by call."
 )
-@click.option("--layers", is_flag=True, help="Of --backend: also every tensor inside; name the first that is off.")
+@click.option(
+    "--layers",
+    is_flag=True,
+    help="Of --backend: also every tensor inside; name the first that is off. Not of plans, which show none.",
+)
 @click.option(
     "--quality", is_flag=True, help="Instead measure perplexity, and agreement with --checkpoint or --reference."
 )

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from specexport.engines.ort import LOWERED_INPUTS, TARGET_FILE, cpu_files
 from specexport.engines.ort_providers import CPU, PROVIDERS, Provider
-from specexport.runtime.errors import SpecExportError, UsageError
+from specexport.runtime.errors import SpecExportError
 from specexport.runtime.machine import physical_cores
 
 Arrays = dict[str, NDArray[Any]]
@@ -27,20 +27,17 @@ def marked(bundle: Path, backend: str, inputs: Arrays, threads: int) -> tuple[di
     """One call from empty caches.
 
     Args:
-        inputs: of the exported target, without caches.
+        backend: of ``ort_providers.PROVIDERS``, or one of OpenVINO. inputs: of the exported target, without caches.
 
     Returns:
         Operators by the tensor they make, in graph order; the tensors of the reference, those of the backend.
-
-    Raises:
-        UsageError: the backend's inner tensors cannot be seen.
     """
     graph = onnx.load(bundle / TARGET_FILE, load_external_data=False).graph
     operators = {name: node.op_type for node in graph.node for name in node.output if name}
     expected = _run_onnx(bundle / TARGET_FILE, operators, inputs, CPU, threads, optimize=False)
     if backend.startswith("openvino"):
         seen = _run_openvino(bundle / TARGET_FILE, operators, inputs, threads, "f32" not in backend)
-    elif backend in PROVIDERS:
+    else:
         provider = PROVIDERS[backend]
         lowered = bundle / cpu_files(TARGET_FILE)[0]
         if provider is CPU and lowered.is_file():
@@ -48,11 +45,6 @@ def marked(bundle: Path, backend: str, inputs: Arrays, threads: int) -> tuple[di
             seen = _run_onnx(lowered, operators, fed, provider, threads, optimize=True)
         else:
             seen = _run_onnx(bundle / TARGET_FILE, operators, inputs, provider, threads, optimize=True)
-    else:
-        raise UsageError(
-            f"the layers of {backend} cannot be seen here: expected one of {', '.join(PROVIDERS)} or an OpenVINO "
-            "engine; for TensorRT, run polygraphy on the bundle's target.onnx with its outputs marked"
-        )
     return operators, expected, seen
 
 

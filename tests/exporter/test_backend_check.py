@@ -7,17 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import pytest
 
 from specexport.engines.ort import CPU_TARGET_FILE
 from specexport.exporter import cli
 from specexport.exporter.backend_check import compare
-from specexport.exporter.marked import marked
 from specexport.exporter.progress import Progress
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.errors import UsageError
 
 
 @pytest.fixture
@@ -87,17 +84,17 @@ def test_refused(tiny_bundle: Bundle, capsys: pytest.CaptureFixture[str], argume
     assert message in capsys.readouterr().err
 
 
-def test_layers_that_cannot_be_seen(tiny_bundle: Bundle) -> None:
-    index = np.arange(2)
-    inputs: dict[str, Any] = {
-        "tokens": index[None],
-        "positions": index[None],
-        "tree": np.tri(2, dtype=bool)[None],
-        "past": np.zeros(1, np.int64),
-        "write": np.zeros(1, np.int64),
-        "commit": np.zeros(0, np.int64),
-        "order": index,
-        "select": index,
-    }
-    with pytest.raises(UsageError, match=r"layers of tensorrt cannot be seen here: expected one of onnxruntime-cpu"):
-        marked(tiny_bundle.path, "tensorrt", inputs, 1)
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("tensorrt-rtx", "a plan of tensorrt-rtx gives no tensors but its outputs: leave --layers out, or name"),
+        ("tensorrt", "--backend onnxruntime-tensorrt, where TensorRT compiles the graph with its tensors as outputs"),
+        ("nothing", "expected one of onnxruntime-cpu, "),
+    ],
+)
+def test_layers_that_cannot_be_seen(
+    tiny_bundle: Bundle, capsys: pytest.CaptureFixture[str], backend: str, message: str
+) -> None:
+    assert cli.main(["verify", str(tiny_bundle.path), "--backend", backend, "--layers"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1, "and nothing was run before"
