@@ -3,7 +3,9 @@
 Its compiler multiplies with int8 codes as they are read, but for a single row: then it writes the whole matrix out in
 half precision first, every call, which moves five times the bytes. Twice the same row costs nothing beside that.
 
-Requires: a target graph of ``exporter.onnx``. Ensures: the same inputs, outputs and values.
+In a target's graph the rows are doubled where they come in, in a head's (where one is always alone) at each product.
+
+Requires: a graph of ``exporter.onnx`` or ``exporter.heads.export``. Ensures: the same inputs, outputs and values.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ def lower(model: ir.Model, *, nodes: bool = True) -> bool:
     graph = model.graph
     inputs = {value.name: value for value in graph.inputs}
     kinds = {user.op_type for node in graph if _codes(node) for user, _ in node.outputs[0].uses()}
-    if contract.SELECT not in inputs or not kinds & {"MatMul", "Gemm"}:
+    if not kinds & {"MatMul", "Gemm"}:
         return False
+    if contract.SELECT not in inputs:
+        return sum([_double(graph, user) for node in graph if _codes(node) for user, _ in node.outputs[0].uses()]) > 0
     made: list[ir.Node] = []
     if nodes and "MatMul" in kinds:
         tokens = inputs[contract.TOKENS]
@@ -52,6 +56,30 @@ def lower(model: ir.Model, *, nodes: bool = True) -> bool:
 def _codes(node: ir.Node) -> bool:
     codes = node.inputs[0] if node.op_type == "DequantizeLinear" else None
     return codes is not None and codes.dtype == ir.DataType.INT8
+
+
+def _double(graph: ir.Graph, node: ir.Node) -> bool:
+    """Multiply a row that is always alone twice; whether the product has such a row."""
+    row, output = node.inputs[0], node.outputs[0]
+    if node.op_type not in ("MatMul", "Gemm") or row is None or row.shape is None or output.is_graph_output():
+        return False
+    *before, width = row.shape.dims
+    if not before or any(size != 1 for size in before):
+        return False
+    axis = len(before) - 1
+    twice = ir.node("Concat", [row, row], {"axis": axis})
+    twice.outputs[0].shape, twice.outputs[0].type = ir.Shape([*before[:-1], 2, width]), row.type
+    bounds = [constant(graph, f"{node.name}.{name}", np.array([at])) for name, at in (("first", 0), ("end", 1))]
+    along = constant(graph, f"{node.name}.axis", np.array([axis]))
+    cut = ir.node("Slice", [output, *bounds, along])
+    cut.outputs[0].shape, cut.outputs[0].type = output.shape, output.type
+    output.shape = None
+    output.replace_all_uses_with(cut.outputs[0])
+    cut.replace_input_with(0, output)
+    node.replace_input_with(0, twice.outputs[0])
+    graph.insert_before(node, twice)
+    graph.insert_after(node, cut)
+    return True
 
 
 def _counts(graph: ir.Graph, value: ir.Value, axis: int, made: list[ir.Node]) -> tuple[ir.Value, ir.Value]:
