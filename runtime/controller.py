@@ -201,7 +201,7 @@ class Controller:
                 head.quiet += 1
                 continue
             gained = len(emitted) - alone
-            won = self._ledger.settle(gained, decision.cost, decision.catching_up)
+            won = self._ledger.settle(gained, decision.cost, decision.catching_up, tried=decision.tried)
             more = decision.expected - decision.alone
             head.judge(decision.promise, more, decision.cost, gained, self._ledger.price, tried=decision.tried)
             if decision.tried and won > 0.0:
@@ -230,15 +230,14 @@ class Controller:
         due: list[Head] = []
         for head in self._heads.values():
             draft = self._costs.draft_s(head.name) / plain_s
-            if draft > budget:
-                continue
             catching_up = self._costs.draft_s(head.name, self._lag(head)) / plain_s - draft
             gain = head.margin(promise, price) * min(HORIZON, left) - catching_up
             if catching_up > max(CATCH_UP * left, 0.5 * budget):
                 continue
-            if gain > best[0]:
-                best = (gain, head)
-            elif gain <= 0.0 and head.quiet >= head.wait:
+            if gain > 0.0:
+                if gain > best[0] and draft <= budget + self._ledger.trust:
+                    best = (gain, head)
+            elif head.quiet >= head.wait and draft <= budget:
                 due.append(head)
         return (max(due, key=lambda head: head.quiet), True) if due else (best[1], False)
 

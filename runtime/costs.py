@@ -23,7 +23,7 @@ class Costs(Protocol):
 
 #: Before anything was measured: each further node costs this share of a call of one node, by the format of the weights:
 #: the fewer bytes are read, the more it shows that there is something to compute. Seen on x86 CPUs.
-NODE_SHARE, NODE_SHARES = 0.05, {"int8": 0.12, "int4": 0.2}
+NODE_SHARE, NODE_SHARES = 0.05, {"int8": 0.1, "int4": 0.2}
 #: Before it was timed: a draft costs this share of a call of one node, each token that a drafter has to catch up with
 #: that one; and how far either may be off.
 DRAFT_SHARE, ROW_SHARE = (0.4, 0.4), (0.003, 0.003)

@@ -12,9 +12,11 @@ from specexport.runtime.drafters.base import Drafter, LaggingDrafter, StepwiseDr
 
 #: A head that is asked must lose by this much before it is left out; one that is left out must win by as much.
 HYSTERESIS = 0.02
-#: Share of the time that heads may lose by being asked; what they may lose at first, and what they may save up of what
+#: Share of the time that heads may lose by being tried; what they may lose at first, and what they may save up of what
 #: they won.
-EXPLORE, EXPLORE_FIRST, EXPLORE_MOST = 0.0075, 1.5, 6.0
+EXPLORE, EXPLORE_FIRST, EXPLORE_MOST = 0.0075, 1.5, 5.0
+#: What heads that are judged to pay may lose besides: most of that is luck.
+TRUST = 2.0
 #: What is left to lose after a head has caught up with a prompt, however long that took.
 EXPLORE_LEFT = 1.0
 #: Steps between two tries of a head, at first and at most.
@@ -132,11 +134,11 @@ class Ledger:
     by that share at most.
 
     Attributes:
-        budget: plain steps that may be lost.
+        budget: plain steps that may be lost by tries. trust: those that heads which are judged to pay may lose besides.
     """
 
     def __init__(self) -> None:
-        self.budget = EXPLORE_FIRST
+        self.budget, self.trust = EXPLORE_FIRST, TRUST
         self._all, self._alone = _Rate(), _Rate()
 
     def begin(self) -> None:
@@ -155,10 +157,16 @@ class Ledger:
         self._alone.add(alone, alone_steps)
         self.budget = min(self.budget + EXPLORE * steps, EXPLORE_MOST)
 
-    def settle(self, gained: int, cost: float, catching_up: float) -> float:
+    def settle(self, gained: int, cost: float, catching_up: float, *, tried: bool) -> float:
         """Take note of what asking a head gave and took; returns plain steps won."""
         won = gained * self._alone.steps / self._alone.tokens - cost
-        self.budget = max(self.budget - catching_up, min(self.budget, EXPLORE_LEFT)) + won
+        self.budget = max(self.budget - catching_up, min(self.budget, EXPLORE_LEFT))
+        if tried and won < 0.0:
+            self.budget += won
+        else:
+            trust = min(max(self.trust + won, 0.0), TRUST)
+            self.budget += self.trust + won - trust  # what does not fit, or was not there
+            self.trust = trust
         return won - catching_up
 
 

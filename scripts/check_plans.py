@@ -1,11 +1,16 @@
-"""Compare the speedups that the planner predicts with measured ones: a few trees on each bundle, in one run.
+"""Compare the speedups that the planner predicts with measured ones: a few trees on each bundle, and one table.
 
-    python scripts/check_plans.py BUNDLE [BUNDLE ..] --prompts question.jsonl.gz --threads 2
+    python scripts/check_plans.py BUNDLE [BUNDLE ..] --prompts question.jsonl.gz --threads 2 -o plans.jsonl
+    python scripts/check_plans.py -o plans.jsonl                             # the table of what was measured so far
 
 Each bundle's cost curve and acceptance are measured first, as ``tune`` does; the same prompts are then decoded plainly
-and with every tree, alternating. ``tuned`` predicts from both measurements, ``roofline`` from the profile's rates and
-the acceptance. Chains are drafted by the suffix lookup, trees by Token Recycling; bundles that verify chains only get
-longer chains instead. Speedups are those of the decode phase.
+and with every tree, alternating, in several rounds, of which the quickest of each prompt counts: every round does the
+same work, so what is more is the machine's. ``tuned`` predicts from both measurements, ``roofline`` from the profile's
+rates and the acceptance. Chains are drafted by the suffix lookup, trees by Token Recycling; bundles that verify chains
+only get longer chains instead. Speedups are those of the decode phase. A bundle that is in the file already is not
+measured again.
+
+An error of a speedup is one of tau (tokens a step) or of the time of a step: the table has both.
 """
 
 from __future__ import annotations
@@ -13,10 +18,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 from specexport.exporter.bench.suites import read_suite
-from specexport.profiles.calibrate import calibrate
+from specexport.profiles.calibrate import Calibrated, calibrate
 from specexport.profiles.cost import Roofline
 from specexport.profiles.schema import load_profile
 from specexport.profiles.sizes import bundle_size, drafter_size, lookup_size
@@ -24,6 +31,8 @@ from specexport.profiles.timing import measure_curve
 from specexport.profiles.tree_search import best_tree, expected_tokens, mean_step
 from specexport.runtime import Bundle, SamplingParams, Session
 from specexport.runtime.acceptance_table import AcceptanceTable
+from specexport.runtime.cost_curve import CostCurve
+from specexport.runtime.device_profile import fingerprint
 from specexport.runtime.engine import TargetEngine, chains_only, find_engine
 from specexport.runtime.session import find_drafter
 
@@ -31,15 +40,74 @@ from specexport.runtime.session import find_drafter
 TREES = (("suffix", 3), ("suffix", 5), ("recycling", 8), ("recycling", 16))
 CHAINS = (("suffix", 3), ("suffix", 5), ("recycling", 3), ("recycling", 5))
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+#: The bars: largest relative error of a prediction from measured times, and from the roofline.
+TUNED_BAR, ROOFLINE_BAR = 0.10, 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tree on one bundle; times in seconds.
+
+    Attributes:
+        measured, tuned, roofline: speedups. spread: half of the range of ``measured`` over the rounds, relative.
+        tau, step_s, plain_s: tokens a step, and times of a step with the tree and plainly, as measured; ``tuned_tau``
+            and so on: as predicted. noise: of the cost curve.
+    """
+
+    bundle: str
+    fingerprint: str
+    drafter: str
+    nodes: int
+    measured: float
+    spread: float
+    tuned: float
+    roofline: float
+    tau: float
+    tuned_tau: float
+    step_s: float
+    tuned_step_s: float
+    plain_s: float
+    tuned_plain_s: float
+    roofline_step_s: float
+    roofline_plain_s: float
+    noise: float
+
+    def error(self, prediction: str) -> float:
+        """Relative error of ``tuned`` or ``roofline``."""
+        predicted: float = getattr(self, prediction)
+        return predicted / self.measured - 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Tokens of a step and its time, with a tree and plainly."""
+
+    tau: float
+    step_s: float
+    plain_s: float
+
+    @property
+    def speedup(self) -> float:
+        return self.tau * self.plain_s / self.step_s
 
 
 def predict(
     table: AcceptanceTable, nodes: int, step_s: Callable[[int], float], draft_s: float, *, copies: bool
-) -> float:
-    """Expected speedup of the best tree of T ``nodes`` for measured acceptance."""
+) -> Prediction:
+    """The best tree of T ``nodes`` for measured acceptance."""
     paths = best_tree(table.acceptance, nodes - 1, len(table.acceptance))
     spent = mean_step(step_s, table.proposed)(nodes) + draft_s
-    return expected_tokens(paths, table.acceptance, copies=copies) * step_s(1) / spent
+    return Prediction(expected_tokens(paths, table.acceptance, copies=copies), spent, step_s(1))
+
+
+@dataclass(slots=True)
+class Decoded:
+    """What decoding all prompts with one drafter took, in each round and at its quickest."""
+
+    rounds: list[float]
+    seconds: float
+    calls: int
+    tokens: int
 
 
 def decode(
@@ -48,26 +116,40 @@ def decode(
     prompts: Sequence[Sequence[int]],
     cases: Sequence[tuple[str, int]],
     tokens: int,
-) -> dict[tuple[str, int], float]:
-    """Seconds of the decode phases of all prompts by case; the order rotates."""
-    sessions = {case: Session(bundle, drafter=case[0], engine=engine, max_nodes=case[1]) for case in cases}
-    seconds = dict.fromkeys(cases, 0.0)
+    rounds: int,
+) -> dict[tuple[str, int], Decoded]:
+    """The decode phases of all prompts by case; the order rotates."""
+    taken: dict[tuple[str, int], list[list[float]]] = {case: [[] for _ in prompts] for case in cases}
+    counted = {case: [0, 0] for case in cases}
     params = SamplingParams(max_tokens=tokens)
-    for turn, prompt in enumerate(prompts):
-        shift = turn % len(cases)
+    for turn in range(rounds * len(prompts)):
+        number, shift = turn % len(prompts), turn % len(cases)
         for case in (*cases[shift:], *cases[:shift]):
-            sessions[case].forget()
-            seconds[case] += sessions[case].generate(prompt, params).statistics.decode_s
-    return seconds
+            # A drafter of its own for each answer: every round does the same work.
+            session = Session(bundle, drafter=case[0], engine=engine, max_nodes=case[1])
+            run = session.generate(prompts[number], params).statistics
+            taken[case][number].append(run.decode_s)
+            if turn < len(prompts):
+                counted[case][0] += run.target_calls
+                counted[case][1] += run.tokens - 1
+    return {
+        case: Decoded(
+            [sum(each[place] for each in taken[case]) for place in range(rounds)],
+            sum(map(min, taken[case])),
+            *counted[case],
+        )
+        for case in cases
+    }
 
 
-def check(path: Path, arguments: argparse.Namespace) -> list[dict[str, object]]:
+def check(path: Path, arguments: argparse.Namespace) -> list[Row]:
+    """Measure one bundle."""
     bundle = Bundle.load(path)
     manifest = bundle.manifest
     engine = find_engine(manifest.engine)(bundle.path, threads=arguments.threads)
     encode = Session(bundle, drafter="none", engine=engine).encode
-    chat = bundle.chat_template is not None
     suite = read_suite(arguments.prompts, count=arguments.count)
+    chat = bundle.chat_template is not None
     prompts = [encode(prompt.text, chat=chat)[: arguments.longest] for prompt in suite]
     used = sum(map(len, prompts)) // len(prompts) + arguments.max_tokens // 2
     curve = measure_curve(engine, WIDTHS, [max(0, used - 128), used + 128], budget_s=arguments.seconds)
@@ -78,53 +160,110 @@ def check(path: Path, arguments: argparse.Namespace) -> list[dict[str, object]]:
     found = calibrate(manifest, engine, drafters, prompts, params, nodes=16, depths=depths)
     chains = chains_only(manifest.target.precision, engine)
     cases = CHAINS if chains else TREES
-    seconds = decode(bundle, engine, prompts, (("none", 1), *cases), arguments.max_tokens)
+    decoded = decode(bundle, engine, prompts, (("none", 1), *cases), arguments.max_tokens, arguments.rounds)
     roofline = Roofline(load_profile(arguments.profile), bundle_size(bundle), arguments.threads or None)
-    rows: list[dict[str, object]] = []
-    for name, nodes in cases:
-        table = found.acceptance[name].as_chain() if chains else found.acceptance[name]
-        copies = lookup_size(name).copies
-        draft_s = found.drafts[name].seconds
-        tuned = predict(table, nodes, lambda width: curve.step_s(width, used) + found.host_s, draft_s, copies=copies)
-        assumed = predict(table, nodes, lambda width: roofline.step_s(width, used), 0.0, copies=copies)
-        measured = seconds["none", 1] / seconds[name, nodes]
-        rows.append(
-            {
-                "bundle": path.name,
-                "drafter": name,
-                "nodes": nodes,
-                "measured": measured,
-                "tuned": tuned,
-                "roofline": assumed,
-                "noise": curve.noise,
-            }
-        )
+    return [make_row(bundle, case, chains, decoded, found, curve, roofline, used) for case in cases]
+
+
+def make_row(
+    bundle: Bundle,
+    case: tuple[str, int],
+    chains: bool,
+    decoded: dict[tuple[str, int], Decoded],
+    found: Calibrated,
+    curve: CostCurve,
+    roofline: Roofline,
+    used: int,
+) -> Row:
+    """Predictions beside what was measured."""
+    name, nodes = case
+    table = found.acceptance[name].as_chain() if chains else found.acceptance[name]
+    copies = lookup_size(name).copies
+    draft_s = found.drafts[name].seconds
+    tuned = predict(table, nodes, lambda width: curve.step_s(width, used) + found.host_s, draft_s, copies=copies)
+    assumed = predict(table, nodes, lambda width: roofline.step_s(width, used), 0.0, copies=copies)
+    plain, mine = decoded["none", 1], decoded[case]
+    speedups = [before / after for before, after in zip(plain.rounds, mine.rounds, strict=True)]
+    measured = plain.seconds / mine.seconds
+    return Row(
+        bundle=bundle.path.name,
+        fingerprint=fingerprint(bundle),
+        drafter=name,
+        nodes=nodes,
+        measured=measured,
+        spread=(max(speedups) - min(speedups)) / 2 / measured,
+        tuned=tuned.speedup,
+        roofline=assumed.speedup,
+        tau=mine.tokens / mine.calls,
+        tuned_tau=tuned.tau,
+        step_s=mine.seconds / mine.calls,
+        tuned_step_s=tuned.step_s,
+        plain_s=plain.seconds / plain.calls,
+        tuned_plain_s=tuned.plain_s,
+        roofline_step_s=assumed.step_s,
+        roofline_plain_s=assumed.plain_s,
+        noise=curve.noise,
+    )
+
+
+def show(rows: Sequence[Row]) -> None:
+    """The table, and how many predictions are within the bars."""
+    print(
+        f"{'bundle':>20} {'drafter':>9} {'T':>2}  measured spread   tuned  error  roofline  error     tau  error "
+        f"  step ms  error  curve's noise"
+    )
+    for row in rows:
+        # Times are compared as the planner uses them: in plain steps.
+        cost, predicted = row.step_s / row.plain_s, row.tuned_step_s / row.tuned_plain_s
         print(
-            f"{path.name:>12} {name:>10} {nodes:>3}  measured {measured:.2f}  tuned {tuned:.2f} "
-            f"({tuned / measured - 1:+.0%})  roofline {assumed:.2f} ({assumed / measured - 1:+.0%})  "
-            f"noise {curve.noise:.0%}",
-            flush=True,
+            f"{row.bundle:>20} {row.drafter:>9} {row.nodes:>2} {row.measured:>8.2f}x {row.spread:>6.0%} "
+            f"{row.tuned:>6.2f}x {row.error('tuned'):>+6.1%} {row.roofline:>8.2f}x {row.error('roofline'):>+6.1%} "
+            f"{row.tau:>7.2f} {row.tuned_tau / row.tau - 1:>+6.1%} "
+            f"{1e3 * row.step_s:>9.1f} {predicted / cost - 1:>+6.1%} {row.noise:>7.0%}"
         )
-    return rows
+    for prediction, bar in (("tuned", TUNED_BAR), ("roofline", ROOFLINE_BAR)):
+        errors = [row.error(prediction) for row in rows]
+        within = sum(abs(error) <= bar for error in errors)
+        print(
+            f"{prediction}: {within} of {len(rows)} within {bar:.0%}, median error {median(errors):+.1%}, "
+            f"median size {median(map(abs, errors)):.1%}, largest {max(errors, key=abs):+.1%}"
+        )
+
+
+def read(path: Path | None) -> list[Row]:
+    """What was measured before."""
+    if path is None or not path.exists():
+        return []
+    return [Row(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bundles", type=Path, nargs="+")
-    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("bundles", type=Path, nargs="*")
+    parser.add_argument("--prompts", type=Path, help="A suite; not needed for the table alone.")
     parser.add_argument("--count", type=int, default=1, help="Prompts of each task.")
-    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--longest", type=int, default=256, help="Prompts are cut to so many tokens.")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--profile", default="cpu-x86")
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=10.0, help="Budget of a cost curve.")
-    parser.add_argument("--output", "-o", type=Path, help="Append rows as JSON lines.")
+    parser.add_argument("--seconds", type=float, default=15.0, help="Budget of a cost curve.")
+    parser.add_argument("--output", "-o", type=Path, help="Keep rows here, as JSON lines.")
     arguments = parser.parse_args()
+    if arguments.bundles and arguments.prompts is None:
+        parser.error("--prompts is missing: name a suite, such as Spec-Bench's question.jsonl")
+    rows = read(arguments.output)
     for path in arguments.bundles:
-        rows = check(path, arguments)
+        mark = fingerprint(Bundle.load(path))
+        if any((row.bundle, row.fingerprint) == (path.name, mark) for row in rows):
+            continue
+        fresh = check(path, arguments)
+        rows += fresh
         if arguments.output is not None:
             with arguments.output.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+                file.writelines(json.dumps(asdict(row)) + "\n" for row in fresh)
+    if rows:
+        show(rows)
 
 
 if __name__ == "__main__":

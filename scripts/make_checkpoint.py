@@ -30,6 +30,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 100000.0,
         "tie_word_embeddings": True,
     },
+    "smollm2-360m": {
+        "hidden_size": 960,
+        "intermediate_size": 2560,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 15,
+        "num_key_value_heads": 5,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+    },
     "tinyllama-1.1b": {
         "hidden_size": 2048,
         "intermediate_size": 5632,

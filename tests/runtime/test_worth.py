@@ -7,7 +7,7 @@ import random
 import pytest
 
 from specexport.runtime.drafters import make_drafter
-from specexport.runtime.worth import EXPLORE, EXPLORE_FIRST, EXPLORE_MOST, Head, Ledger, Prior, promise_of
+from specexport.runtime.worth import EXPLORE, EXPLORE_FIRST, EXPLORE_MOST, TRUST, Head, Ledger, Prior, promise_of
 
 
 def head(prior: Prior | None = None) -> Head:
@@ -16,15 +16,17 @@ def head(prior: Prior | None = None) -> Head:
     return Head(drafter, prior)
 
 
-@pytest.mark.parametrize("cost", [0.05, 0.6, 2.0])
-def test_a_head_that_gives_nothing_loses_what_it_may(cost: float) -> None:
+@pytest.mark.parametrize("tried", [True, False])
+@pytest.mark.parametrize("cost", [0.05, 0.6, 1.4])
+def test_a_head_that_gives_nothing_loses_what_it_may(cost: float, tried: bool) -> None:
     ledger, lost = Ledger(), 0.0
     for _ in range(1000):
-        asked = ledger.budget >= cost
+        asked = ledger.budget + (0.0 if tried else ledger.trust) >= cost
         if asked:
-            lost -= ledger.settle(0, cost, 0.0)
+            lost -= ledger.settle(0, cost, 0.0, tried=tried)
         ledger.spend(1, 1.0 + cost * asked, 1, 1.0)
-    assert 0.5 * EXPLORE_FIRST < lost <= EXPLORE_FIRST + EXPLORE * (1000.0 + lost)
+    first = EXPLORE_FIRST + (0.0 if tried else TRUST)
+    assert 0.5 * first < lost <= first + EXPLORE * (1000.0 + lost)
 
 
 def test_a_head_that_pays_on_average_is_not_stopped_by_bad_luck() -> None:
@@ -35,11 +37,11 @@ def test_a_head_that_pays_on_average_is_not_stopped_by_bad_luck() -> None:
         right = 0
         while right < 6 and rng.random() < 0.8:
             right += 1
-        if ledger.budget < 0.8:
+        if ledger.budget + ledger.trust < 0.8:
             stopped += 1
             ledger.spend(1, 1.0, 1, 1.0)
             continue
-        ledger.settle(right, 0.8, 0.0)
+        ledger.settle(right, 0.8, 0.0, tried=False)
         ledger.spend(1 + right, 1.8, 1, 1.0)
     assert stopped < 20
     assert ledger.price == pytest.approx(3.95 / 1.8, rel=0.25)
@@ -47,7 +49,7 @@ def test_a_head_that_pays_on_average_is_not_stopped_by_bad_luck() -> None:
 
 def test_catching_up_with_a_long_prompt_leaves_something_to_lose() -> None:
     ledger = Ledger()
-    assert ledger.settle(1, 0.5, 9.0) == pytest.approx(1 - 0.5 - 9.0)
+    assert ledger.settle(1, 0.5, 9.0, tried=True) == pytest.approx(1 - 0.5 - 9.0)
     assert ledger.budget == pytest.approx(min(EXPLORE_FIRST, 1.0) + 0.5)
 
 
