@@ -8,7 +8,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from specexport.engines.ort import TARGET_FILE, cpu_files
+from specexport.engines.ort import CPU_ANY_ROWS, TARGET_FILE, cpu_files
 from specexport.exporter.config import TargetConfig
 from specexport.exporter.graph_file import IR_DTYPES, DataFile
 from specexport.exporter.passes import grouped_query, joined_products, matmul_nbits, skip_norm
@@ -23,6 +23,7 @@ def lower_target(
     graph: str = TARGET_FILE,
     *,
     accuracy_level: int = matmul_nbits.FAST,
+    exact: bool = True,
 ) -> Packed | None:
     """Write the CPU lowering of ``folder/graph`` and its commit graph.
 
@@ -30,6 +31,8 @@ def lower_target(
 
     Args:
         activations: of the caches too. accuracy_level: see :func:`matmul_nbits.lower`.
+        exact: a row of logits should not depend on how many a call has. The graph sees to it where that costs attention
+            alone, and says so (``CPU_ANY_ROWS``); elsewhere the engine does.
 
     Returns:
         Matrices that were laid out; None where the model's head width has no such lowering: the CPU then runs the
@@ -41,10 +44,13 @@ def lower_target(
     model = ir.load(folder / graph)
     with _data(folder / lowered_file) as data:
         packed = Packed(data.put, {})
-        grouped_query.lower(model, slots, [layer.window for layer in config.layers], data.put)
+        pairs = exact and matmul_nbits.any_rows(model, accuracy_level)
+        grouped_query.lower(model, slots, [layer.window for layer in config.layers], data.put, pairs=pairs)
         skip_norm.lower(model)
         joined_products.lower(model)
         matmul_nbits.lower(model, packed, accuracy_level)
+    if pairs:
+        model.metadata_props[CPU_ANY_ROWS] = "1"
     ir.save(model, folder / lowered_file)
     commit = grouped_query.commit_model(
         config.num_layers, config.num_kv_heads, config.head_dim, slots, IR_DTYPES[activations]

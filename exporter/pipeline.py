@@ -303,7 +303,8 @@ def _write_target(
         progress.log(f"{label}weights in {gpu[0]} run on GPUs only: there is no lowering for the CPU")
         return None
     with progress.stage(f"lower {label}for CPU"):
-        packed = lower_target(graph.parent, config, slots, activations, graph.name)
+        exact = precision.exact and not label  # what a draft model computes is a guess, whatever the width
+        packed = lower_target(graph.parent, config, slots, activations, graph.name, exact=exact)
         if packed is None:
             progress.log(
                 f"warning: heads of width {config.head_dim} have no fast attention on the CPU (it takes multiples "

@@ -82,7 +82,7 @@ class Roofline:
         profile, share = self.profile, self.profile.efficiency
         scale = 1.0 if not self.threads or not profile.threads else self.threads / profile.threads
         memory = read / (profile.bandwidth_gb_s * 1e9 * share.bandwidth * min(1.0, scale))
-        compute = operations / (profile.rate(precision) * share.compute * scale)
+        compute = operations / (profile.reached(precision) * scale)
         p = share.overlap
         top = max(memory, compute)
         return float(top * ((memory / top) ** p + (compute / top) ** p) ** (1 / p)) if top else 0.0

@@ -48,6 +48,7 @@ class Efficiency:
 
     Attributes:
         bandwidth, compute: share of memory bandwidth and of the arithmetic rate that matrix products reach.
+        compute_in: the latter for products computed in some precisions, where it is another.
         attention: share of what matrix products reach that attention over the cache does.
         overlap: exponent p of ``time = (memory^p + compute^p)^(1/p)``: 1 where reading and computing take turns, large
             where they overlap perfectly.
@@ -55,6 +56,9 @@ class Efficiency:
 
     bandwidth: float = read(number(0.01, 1))
     compute: float = read(number(0.01, 1))
+    compute_in: dict[str, float] | None = read(
+        optional(table(choice(*PRECISIONS), number(0.01, 1), len(PRECISIONS))), None
+    )
     attention: float = read(number(0.01, 1))
     overlap: float = read(number(1, 64))
 
@@ -125,6 +129,15 @@ class Profile:
                 f"profile {self.name} has no rate for {computed}: it computes in {', '.join(self.arithmetic_tops)}"
             )
         return self.arithmetic_tops[computed] * 1e12
+
+    def reached(self, weights: str) -> float:
+        """Operations a second that products with weights of a precision reach.
+
+        Raises:
+            ProfileError: see :meth:`rate`.
+        """
+        share = self.efficiency
+        return self.rate(weights) * (share.compute_in or {}).get(self.compute_precision(weights), share.compute)
 
     @property
     def memory_bytes(self) -> int:

@@ -124,10 +124,11 @@ def decode(
     params = SamplingParams(max_tokens=tokens)
     for turn in range(rounds * len(prompts)):
         number, shift = turn % len(prompts), turn % len(cases)
+        if not number:  # drafters go through all prompts, as in the calibration, and through the same in every round
+            sessions = {case: Session(bundle, drafter=case[0], engine=engine, max_nodes=case[1]) for case in cases}
         for case in (*cases[shift:], *cases[:shift]):
-            # A drafter of its own for each answer: every round does the same work.
-            session = Session(bundle, drafter=case[0], engine=engine, max_nodes=case[1])
-            run = session.generate(prompts[number], params).statistics
+            sessions[case].forget()
+            run = sessions[case].generate(prompts[number], params).statistics
             taken[case][number].append(run.decode_s)
             if turn < len(prompts):
                 counted[case][0] += run.target_calls
@@ -142,9 +143,8 @@ def decode(
     }
 
 
-def check(path: Path, arguments: argparse.Namespace) -> list[Row]:
+def check(bundle: Bundle, arguments: argparse.Namespace) -> list[Row]:
     """Measure one bundle."""
-    bundle = Bundle.load(path)
     manifest = bundle.manifest
     engine = find_engine(manifest.engine)(bundle.path, threads=arguments.threads)
     encode = Session(bundle, drafter="none", engine=engine).encode
@@ -254,10 +254,10 @@ def main() -> None:
         parser.error("--prompts is missing: name a suite, such as Spec-Bench's question.jsonl")
     rows = read(arguments.output)
     for path in arguments.bundles:
-        mark = fingerprint(Bundle.load(path))
-        if any((row.bundle, row.fingerprint) == (path.name, mark) for row in rows):
+        bundle = Bundle.load(path)
+        if any((row.bundle, row.fingerprint) == (bundle.path.name, fingerprint(bundle)) for row in rows):
             continue
-        fresh = check(path, arguments)
+        fresh = check(bundle, arguments)
         rows += fresh
         if arguments.output is not None:
             with arguments.output.open("a") as file:

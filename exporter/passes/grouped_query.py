@@ -7,12 +7,12 @@ can (``passes.joined_products``); masks are ``past + T`` wide instead of S; inpu
 are gone, because accepted rows that have to move are moved beforehand by the graph of :func:`commit_model` (most
 steps need none). Every node counts: a step of a small model is hundreds of operators of a few microseconds each.
 
-The engine calls it with an even number of rows, the last node twice where the call has an odd number
-(:class:`specexport.engines.ort.OrtEngine`), for kernels take other code paths, with another order of additions, for a
-lone row and for the last of an odd number. So a row's result does not depend on how many rows share the call, and a
-chain of drafts gives bit for bit the logits of plain decoding. The extra row needs a place even after the last slot,
-so lowered caches have ``CPU_SPARE_ROWS`` more. Columns of a branching tree still add up in another order, which costs
-about 1e-7.
+Kernels take other code paths, with another order of additions, for a lone row and for the last of an odd number. So
+that a row's result does not depend on how many rows share the call, and a chain of drafts gives bit for bit the logits
+of plain decoding, the number of rows is made even: attention's alone by the graph itself (``pairs``) where products do
+the same with any number of rows (``passes.matmul_nbits``), else all by the engine, which gives the last node twice
+(:class:`specexport.engines.ort.OrtEngine`). The extra row needs a place even after the last slot, so lowered caches
+have ``CPU_SPARE_ROWS`` more. Columns of a branching tree still add up in another order, which costs about 1e-7.
 
 Why: over 4096 slots ``Attention`` reads and copies all of them, whatever the used length, and a ``Slice`` before it
 copies the used ones; GroupQueryAttention does neither (``scripts/bench_lowerings.py`` measures all three).
@@ -46,12 +46,13 @@ from specexport.runtime.errors import SpecExportError
 HEAD_DIM_MULTIPLE, ROTATED_MULTIPLE = 8, 16
 
 
-def lower(model: ir.Model, slots: int, windows: Sequence[int | None], put: Put) -> ir.Model:
+def lower(model: ir.Model, slots: int, windows: Sequence[int | None], put: Put, *, pairs: bool = False) -> ir.Model:
     """Lower ``model`` in place and return it.
 
     Args:
         slots: S. windows: attention window of each layer, None for all rows.
         put: stores the rotation tables anew, longer by the spare rows.
+        pairs: attention computes an even number of rows, the last node's twice where a call has an odd number.
 
     Raises:
         SpecExportError: the graph is not what this pass requires; the message names the node.
@@ -69,7 +70,7 @@ def lower(model: ir.Model, slots: int, windows: Sequence[int | None], put: Put) 
     if any(value.shape is None or value.shape[2] != slots for value in graph.inputs if value.name in caches):
         raise SpecExportError(f"the graph's caches have not {slots} rows")
     reach = [None if window is None or window >= slots else window for window in windows]
-    call = _Call(graph, inputs, reach, attentions[0], put)
+    call = _Call(graph, inputs, reach, attentions[0], put, slots if pairs else None)
     for node, window in zip(attentions, reach, strict=True):
         _lower_layer(graph, node, call, window)
     for name in (contract.WRITE, contract.COMMIT, contract.ORDER):
@@ -95,6 +96,8 @@ class _Call:
     Attributes:
         last: int32 [1], index of the last row that attention sees. total: int32 [1], columns of the masks.
         masks: additive [1, 1, T, total] by window. positions: int64 [1, T], the graph's input.
+        rows: int64 [E], the nodes that attention computes, E being T or one more; None where it is T always.
+        count: int64 [1], T. turned: int64 [1, E], positions of those rows.
     """
 
     def __init__(
@@ -104,23 +107,30 @@ class _Call:
         windows: Sequence[int | None],
         attention: ir.Node,
         put: Put,
+        pairs: int | None,
     ) -> None:
         self._graph, self._put = graph, put
         self._tables: dict[ir.Value, ir.Value] = {}
-        past, self.positions = inputs[contract.PAST], inputs[contract.POSITIONS]
+        past, tree = inputs[contract.PAST], inputs[contract.TREE]
+        self.positions = self.turned = inputs[contract.POSITIONS]
         where = mask_choice(attention)
         emit = Emitter(graph)
         one, front, back = (emit.constant(np.array([number])) for number in (1, 0, -1))
-        count = emit("Shape", [inputs[contract.TOKENS]], start=1, end=2)
-        used = emit("Add", [past, count])
-        total = emit("Max", [used, emit("Add", [count, one])])
-        beyond = emit("Sub", [total, used])
+        self.count = count = computed = emit("Shape", [inputs[contract.TOKENS]], start=1, end=2)
+        end = used = emit("Add", [past, count])
+        self.rows: ir.Value | None = None
+        if pairs is not None:
+            computed, self.rows = _paired(emit, count, pairs)
+            used = emit("Add", [past, computed])
+            tree = emit("Gather", [tree, self.rows], axis=1)
+            self.turned = emit("Gather", [self.positions, self.rows], axis=1)
+        total = emit("Max", [used, emit("Add", [computed, one])])
+        beyond = emit("Sub", [total, end])  # a double has no column: nobody sees what it writes
         self.last = emit("Cast", [emit("Sub", [used, one])], to=ir.DataType.INT32)
         self.total = emit("Cast", [total], to=ir.DataType.INT32)
         pads = emit("Concat", [past, beyond], axis=0)
-        tree = emit("Unsqueeze", [inputs[contract.TREE], front])
-        seen = emit("Pad", [tree, pads, emit.constant(np.array(True)), back])
-        age = _age(emit, self.positions, past, beyond) if any(windows) else None
+        seen = emit("Pad", [emit("Unsqueeze", [tree, front]), pads, emit.constant(np.array(True)), back])
+        age = _age(emit, self.positions, self.turned, past, beyond) if any(windows) else None
         self.masks: dict[int | None, ir.Value] = {}
         for window in dict.fromkeys(windows):
             near = seen
@@ -129,6 +139,24 @@ class _Call:
                 near = emit("And", [seen, emit("Less", [age, emit.constant(np.array(window))])])
             self.masks[window] = emit("Where", [near, *where.inputs[1:]])
         graph.insert_before(graph[0], emit.nodes)
+
+    def paired(self, before: ir.Node, values: Sequence[ir.Value | None]) -> list[ir.Value | None]:
+        """Query, key and value, [1, T, ..], of the rows that attention computes."""
+        if self.rows is None:
+            return list(values)
+        nodes = [None if value is None else ir.node("Gather", [value, self.rows], {"axis": 1}) for value in values]
+        self._graph.insert_before(before, [node for node in nodes if node is not None])
+        return [None if node is None else node.outputs[0] for node in nodes]
+
+    def unpaired(self, attention: ir.Node) -> ir.Value:
+        """Attention's output of the T nodes."""
+        if self.rows is None:
+            return attention.outputs[0]
+        emit = Emitter(self._graph)
+        start, axis = (emit.constant(np.array([number])) for number in (0, 1))
+        found = emit("Slice", [attention.outputs[0], start, self.count, axis])
+        self._graph.insert_after(attention, emit.nodes)
+        return found
 
     def table(self, value: ir.Value) -> ir.Value:
         """A rotation table with as many rows as there may be columns."""
@@ -142,13 +170,29 @@ class _Call:
         return self._tables[value]
 
 
-def _age(emit: Emitter, positions: ir.Value, past: ir.Value, beyond: ir.Value) -> ir.Value:
-    """How many positions a column lies before a node, int64 [1, T, total]; a committed row holds its own index."""
+def _paired(emit: Emitter, count: ir.Value, slots: int) -> tuple[ir.Value, ir.Value]:
+    """An even number of rows for so many, int64 [1], and which they are, int64 [E]: the last one again if need be.
+
+    A prompt that fills all slots stays as it is: it is the same call whoever makes it, and a double has no place.
+    """
+    zero, one, two = (emit.constant(np.array(number)) for number in (0, 1, 2))
+    odd = emit("Mod", [count, two])
+    computed = emit("Min", [emit("Add", [count, odd]), emit.constant(np.array([slots]))])
+    index = emit("Range", [zero, emit("Squeeze", [computed]), one])
+    return computed, emit("Min", [index, emit("Sub", [count, one])])
+
+
+def _age(emit: Emitter, positions: ir.Value, rows: ir.Value, past: ir.Value, beyond: ir.Value) -> ir.Value:
+    """How many positions a column lies before a row, int64 [1, E, total]; a committed row holds its own index.
+
+    Args:
+        positions: of the nodes, which are columns too. rows: positions of the rows.
+    """
     zero, one, front, back = (emit.constant(np.array(number)) for number in (0, 1, [0], [-1]))
     committed = emit("Range", [zero, emit("Squeeze", [past]), one])
     nodes = emit("Squeeze", [positions, front])
     columns = emit("Concat", [committed, nodes, emit("Expand", [zero, beyond])], axis=0)
-    return emit("Sub", [emit("Unsqueeze", [positions, back]), columns])
+    return emit("Sub", [emit("Unsqueeze", [rows, back]), columns])
 
 
 def mask_choice(attention: ir.Node) -> ir.Node:
@@ -171,11 +215,12 @@ def _lower_layer(graph: ir.Graph, node: ir.Node, call: _Call, window: int | None
     }
     turned: list[ir.Value | None] = [None, None, None]
     if rotation := _shared_rotation(heads, call):
-        turned, attributes["do_rotary"] = [*rotation, call.positions], 1
+        turned, attributes["do_rotary"] = [*rotation, call.turned], 1
         packed = joined_products.join(graph, [each.flat for each in heads])
         rows: list[ir.Value | None] = [each.flat for each in heads] if packed is None else [packed, None, None]
     else:
         rows = [each.rotated(graph, node) for each in heads]
+    rows = call.paired(node, rows)
     fused = ir.node(
         "GroupQueryAttention",
         [*rows, *(each.inputs[0] for each in scatters), call.last, call.total, *turned, call.masks[window]],
@@ -187,7 +232,7 @@ def _lower_layer(graph: ir.Graph, node: ir.Node, call: _Call, window: int | None
     for scatter, present in zip(scatters, fused.outputs[1:], strict=True):
         replace_cache(graph, scatter, present, name)
     merge = _single_user(_single_user(node, "Transpose", name), "Reshape", name)
-    merge.outputs[0].replace_all_uses_with(fused.outputs[0])
+    merge.outputs[0].replace_all_uses_with(call.unpaired(fused))
 
 
 class _Heads:

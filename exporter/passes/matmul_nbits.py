@@ -9,7 +9,7 @@ Why not leave it to ONNX Runtime, which does the same to a MatMul while loading:
 and lays the codes out at every start.
 
 Rows do not depend on how many there are, as long as their number is even: the last of an odd number goes through
-another kernel, and above blocks of 32 (4 bits) and 64 (8 bits) adds up in another order
+another kernel, and above :data:`LONE_ROW_BLOCKS` adds up in another order
 (``tests/exporter/quantize/test_insert.py``, seen on x86-64 with AVX-512).
 """
 
@@ -32,6 +32,8 @@ from specexport.runtime.errors import SpecExportError
 #: Blocks of a row that has one scale, and the largest of stored ones. The activations are rounded in the same blocks:
 #: those of 128 gain 2% of a step and cost as much perplexity as all rounding else (int8 SmolLM2: 21.38, not 21.30).
 ROW_BLOCK, MAX_BLOCK = 64, 128
+#: Largest blocks, by bits, in which a lone row adds up as two rows do.
+LONE_ROW_BLOCKS = {4: 32, 8: 64}
 #: Activations as 8-bit integers; 0 keeps them in float32.
 FAST, PRECISE = 4, 0
 
@@ -68,6 +70,16 @@ def lower(model: ir.Model, packed: Packed, accuracy_level: int = FAST) -> ir.Mod
         model.opset_imports[MICROSOFT] = 1
         passes.RemoveUnusedNodesPass()(model)
     return model
+
+
+def any_rows(model: ir.Model, accuracy_level: int = FAST) -> bool:
+    """Whether, once lowered, no product of ``model`` depends on how many rows it has, even or odd."""
+    products = [node for node in model.graph if node.op_type in ("MatMul", "Gemm")]
+    made = [node.inputs[1].producer() if node.inputs[1] is not None else None for node in products]
+    if accuracy_level != FAST or any(node is None or node.op_type != "DequantizeLinear" for node in made):
+        return False  # in floating point a lone row is summed in an order of its own
+    matrices = [_read(node) for node in made if node is not None]
+    return all(matrix.block <= LONE_ROW_BLOCKS[matrix.bits] for matrix in matrices)
 
 
 @dataclass(frozen=True, slots=True)

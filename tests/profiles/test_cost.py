@@ -28,6 +28,17 @@ def test_roofline_is_within_its_stated_error_of_a_measurement() -> None:
             assert 1e3 * roofline.step_s(width, used) == pytest.approx(ms, rel=roofline.error)
 
 
+def test_products_of_eight_bits_reach_less_of_their_rate() -> None:
+    """SmolLM2-135M in int8 on the reference machine: 8.3, 14.6 and 23.5 ms for 1, 8 and 16 nodes, past 256."""
+    roofline = Roofline(load_profile("cpu-x86"), smollm2("int8"))
+    plain = roofline.step_s(1, 256)
+    for width, ms in ((8, 14.6), (16, 23.5)):
+        assert roofline.step_s(width, 256) / plain == pytest.approx(ms / 8.3, rel=roofline.error)
+    profile = roofline.profile
+    assert profile.reached("int4") == profile.reached("int8") == pytest.approx(0.3 * profile.rate("int8"))
+    assert profile.reached("bf16") == pytest.approx(0.92 * profile.rate("fp32"))
+
+
 def test_roofline_is_memory_at_one_node_and_arithmetic_at_many() -> None:
     """An 8B in bf16 on an H100: weights over bandwidth, then operations over rate, both by hand."""
     profile, size = load_profile("h100-sxm"), llama_8b()
