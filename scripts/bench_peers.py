@@ -19,8 +19,12 @@ Making the peers' environments and models, from one GGUF file or Hugging Face di
   ``rms_norm_eps = 1e-6``), then ``save_pretrained``.
 - genai: ``pip install onnxruntime-genai onnxruntime onnx onnx-ir torch 'transformers>=5.2'``, then
   ``python -m onnxruntime_genai.models.builder -i HF -o OUT -p int4|int8|fp32 -e cpu --extra_options accuracy_level=4``
+  (Gemma 3 under Transformers 5: KeyError 'rope_type', because there is one entry a kind of layer; give the builder a
+  config with ``rope_theta`` and ``rope_local_base_freq`` instead of ``rope_parameters``). Its sliding-window caches
+  cannot go back once they are full: ``--longest 500`` for windows of 512.
 - openvino-genai: ``pip install openvino-genai openvino-tokenizers nncf optimum-intel transformers==4.57.6``, then
   ``optimum-cli export openvino -m HF --task text-generation-with-past --weight-format fp16|int8|int4 OUT``
+  (without torchvision; int4 of rows that are no multiples of 128: ``--group-size 64``)
 - llamacpp: ``pip install llama-cpp-python`` (builds from source); other quantisations of the same GGUF by
   ``llama_cpp.llama_model_quantize`` with ``allow_requantize``.
 """
