@@ -39,6 +39,11 @@ CPU_SPARE_ROWS = 1
 #: Metadata key of a lowered target that sees itself to the rows of an odd call (``exporter.lower``).
 CPU_ANY_ROWS = "specexport.any_rows"
 
+#: ONNX Runtime's matrix product adds up rows of more values than this in two parts where it makes more than
+#: :data:`NARROW_COLUMNS` columns, else in one: a score of attention then depends on how many rows the cache has after
+#: the call. Rows on either side of that border must not share a call, or the last bit of some depends on the drafts.
+WIDE_HEAD, NARROW_COLUMNS = 128, 64
+
 #: Call shapes whose buffers stay bound; the least recently used is dropped.
 MAX_PLANS = 64
 
@@ -258,6 +263,7 @@ class OrtEngine:
         _check_target(self._session, path, LOWERED_INPUTS if self._lowered else contract.STEP_INPUTS)
         self._caches = _Caches(self._session, provider.device)
         self.slots = self._caches.shape[2] - (CPU_SPARE_ROWS if self._lowered else 0)
+        self._split = exact and self._lowered and self._caches.shape[-1] > WIDE_HEAD
         outputs = {value.name: value for value in self._session.get_outputs()}
         self.vocab_size = int(outputs[contract.LOGITS].shape[1])
         self.features_size = int(outputs[contract.FEATURES].shape[2]) if contract.FEATURES in outputs else 0
@@ -278,6 +284,13 @@ class OrtEngine:
         self.reset()
         self._plans.clear()  # they are of these very numbers of rows
         return all(np.array_equal(rows, wide[: len(rows)]) for rows in others)
+
+    def widest(self, past: int) -> int:
+        """See :meth:`specexport.runtime.engine.StaticEngine.widest`: any number that fits, but of an exact engine whose
+        heads are wide, no step over the border between two ways to add up (:data:`WIDE_HEAD`)."""
+        fitting = self.slots - past
+        border = NARROW_COLUMNS - 1 - past
+        return min(fitting, border) if self._split and border > 0 else fitting
 
     def _computed(self, rows: int) -> int:
         """How many rows stand for so many; a prompt that fills all slots is the same call whoever makes it."""

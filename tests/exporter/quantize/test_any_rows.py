@@ -84,6 +84,25 @@ def test_where_products_need_pairs_the_engine_makes_them(precision: PrecisionOpt
     assert differing(OrtEngine(tmp_path, threads=1)) == []
 
 
+def test_no_call_of_wide_heads_spans_the_border_of_two_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: 100 greedy tokens of Gemma-3-270M in int8 departed from plain decoding's when a chain of drafts reached
+    from row 62 to row 64. A product of 256 values is two sums from 65 columns on, and one before."""
+    monkeypatch.setitem(CASES, "llama-tall", ("Llama", {"head_dim": 256}))
+    config = save("llama-tall", tmp_path, PrecisionOptions("int8"))
+    lower_target(tmp_path, config, SLOTS, "fp32")
+    engine = OrtEngine(tmp_path, threads=1)
+    assert [engine.widest(past) for past in (0, 40, 62, 63)] == [63, 23, 1, SLOTS - 63]
+    assert OrtEngine(tmp_path, threads=1, exact=False).widest(40) == SLOTS - 40
+    plain = decode(engine, 1)
+    for width in (2, 3, 5, 8, 16):
+        engine.reset()
+        rows: list[NDArray[np.float32]] = []
+        while (past := sum(map(len, rows))) < SLOTS:
+            taken = min(width, engine.widest(past))
+            rows.append(engine.run(Step.chain(TOKENS[past : past + taken], past)).copy())
+        assert all(map(np.array_equal, plain, [np.concatenate(rows), *engine.read_cache(SLOTS)])), width
+
+
 def test_a_machine_whose_products_need_pairs_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that do not add up alike stand for kernels that do not: the engine sees it when it opens the graph."""
     monkeypatch.setattr(matmul_nbits, "LONE_ROW_BLOCKS", {4: 128, 8: 128})
