@@ -15,6 +15,7 @@ from specexport.engines.plugins.tree_attention import DOMAIN, INPUTS, OPERATOR, 
 from specexport.exporter.passes import tree_attention
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cache import CacheRows
+from specexport.runtime.engine import Step
 from specexport.runtime.errors import SpecExportError
 from tests.exporter.test_parity import reference, save_engine
 from tests.tiny import LLAMA
@@ -49,10 +50,10 @@ def test_what_the_lowered_graph_is(model: ir.Model) -> None:
     assert [value.name for value in function.outputs] == list(OUTPUTS)
 
 
-def steps(seed: int, vocabulary: int, slots: int) -> list[dict[str, object]]:
+def steps(seed: int, vocabulary: int, slots: int) -> list[Step]:
     """Calls of a decoding run: a prompt, then trees of which some nodes are accepted, so that rows move."""
     rng, rows = np.random.default_rng(seed), CacheRows()
-    calls: list[dict[str, object]] = []
+    calls: list[Step] = []
     for nodes in (13, 1, 33, 7, 40):
         if rows.past + len(rows.commit) + nodes > slots:
             break
@@ -62,15 +63,15 @@ def steps(seed: int, vocabulary: int, slots: int) -> list[dict[str, object]]:
             tree[node] |= tree[parent]
             depth[node] = depth[parent] + 1
         calls.append(
-            {
-                "tokens": rng.integers(0, vocabulary, nodes),
-                "positions": rows.past + depth,
-                "tree": tree,
-                "past": rows.past,
-                "write": rows.write,
-                "commit": rows.commit_array,
-                "select": np.arange(nodes),
-            }
+            Step(
+                rng.integers(0, vocabulary, nodes),
+                rows.past + depth,
+                tree,
+                rows.past,
+                rows.write,
+                rows.commit_array,
+                np.arange(nodes),
+            )
         )
         rows = rows.accept(np.flatnonzero(tree[nodes - 1]).tolist())
     return calls
@@ -87,10 +88,10 @@ def test_the_reference_body_is_the_exported_graph(case: str, tmp_path: Path) -> 
     exported = OrtEngine(tmp_path, threads=1, lowered=False)
     lowered = OrtEngine(tmp_path, threads=1, lowered=False, graph="lowered.onnx")
     calls = steps(5, config.vocab_size, exported.slots)
-    assert any(len(call["commit"]) for call in calls)  # type: ignore[arg-type]
-    assert any(len(call["tokens"]) > 32 for call in calls)  # type: ignore[arg-type]
+    assert any(len(call.commit) for call in calls)
+    assert any(len(call.tokens) > 32 for call in calls)
     for call in calls:
-        assert np.array_equal(exported.run(**call), lowered.run(**call))  # type: ignore[arg-type]
+        assert np.array_equal(exported.run(call), lowered.run(call))
     for left, right in zip(exported.read_cache(40), lowered.read_cache(40), strict=True):
         assert np.array_equal(left, right)
 
