@@ -43,7 +43,11 @@ class NewDirectory:
         self._lock: int | None = None
 
     def __enter__(self) -> Self:
-        self._lock = _claim(self.path, Path.mkdir)
+        try:
+            self._lock = _claim(self.path, Path.mkdir)
+        except BaseException:  # a signal just after it was made: nobody leaves what was not entered
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
         return self
 
     def __exit__(
@@ -87,9 +91,9 @@ def clear(destination: Path) -> None:
 def new_file(path: Path) -> Iterator[Path]:
     """A file to write that takes the place of ``path`` if all goes well, and disappears otherwise."""
     clear(path)
-    temporary = _hidden(path, "tmp")
-    lock = _claim(temporary, Path.touch)
+    temporary, lock = _hidden(path, "tmp"), None
     try:
+        lock = _claim(temporary, Path.touch)
         yield temporary
         os.replace(temporary, path)
     finally:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from specexport.runtime import replacing
 from specexport.runtime.replacing import NewDirectory, clear, new_file, replace_text
 
 pytest.importorskip("fcntl", reason="without locks nothing of another process is cleared away")
@@ -118,3 +119,20 @@ def test_files(tmp_path: Path) -> None:
             other.write_text("by somebody else meanwhile")
             assert temporary.exists()
     assert names(tmp_path) == ["a.json"] and (tmp_path / "a.json").read_text() == "second"
+
+
+def test_a_signal_just_after_one_was_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: who is ended between making it and entering it never leaves it, so it stayed."""
+
+    def ended(*_: object, **__: object) -> None:
+        assert len(names(tmp_path)) == 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(replacing, "_lock", ended)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "out", "a")
+    assert names(tmp_path) == []
+    monkeypatch.setattr(replacing, "clear", lambda _: None)
+    with pytest.raises(KeyboardInterrupt):
+        replace_text(tmp_path / "file", "a")
+    assert names(tmp_path) == []
