@@ -116,7 +116,8 @@ class SummarisingEngine(TargetEngine, Protocol):
 
 @runtime_checkable
 class StaticEngine(TargetEngine, Protocol):
-    """An engine compiled for certain widths. Chains of any length run on it, in pieces; a branching tree in one."""
+    """An engine that drafts are cut for: it is compiled for certain widths, or some steps would change its sums. Chains
+    of any length run on it, in pieces if need be; a branching tree in one."""
 
     def widest(self, past: int) -> int:
         """Most nodes of a tree after ``past`` committed rows, at least 1 while a row is free."""

@@ -49,12 +49,11 @@ TASKS = {
 }
 
 
-class LookupElse:
-    """A long match is copied, otherwise a head is asked."""
+class Beside:
+    """A head, and a suffix lookup that sees the same tokens."""
 
-    def __init__(self, head: FeatureDrafter, vocab_size: int) -> None:
-        self.head, self.lookup = head, SuffixDrafter(vocab_size, min_match=3)
-        self.name = f"{self.lookup.name}|{head.name}"
+    def __init__(self, head: FeatureDrafter, lookup: SuffixDrafter, sign: str) -> None:
+        self.head, self.lookup, self.name = head, lookup, f"{lookup.name}{sign}{head.name}"
 
     def absorb(self, first: int, tokens: Sequence[int], features: Any) -> None:
         self.head.absorb(first, tokens, features)
@@ -62,31 +61,30 @@ class LookupElse:
     def begin(self, tokens: Sequence[int], first: int) -> None:
         self.lookup.begin(tokens, first)
         self.head.begin(tokens, first)
-
-    def propose(self, request: DraftRequest) -> Tree:
-        found = self.lookup.propose(request)
-        return found if len(found) > 1 else self.head.propose(request)
 
     def observe(self, observation: Observation) -> None:
         self.lookup.observe(observation)
         self.head.observe(observation)
 
 
-class Merged:
+class LookupElse(Beside):
+    """A long match is copied, otherwise a head is asked."""
+
+    def __init__(self, head: FeatureDrafter, vocab_size: int) -> None:
+        super().__init__(head, SuffixDrafter(vocab_size, min_match=3), "|")
+
+    def propose(self, request: DraftRequest) -> Tree:
+        found = self.lookup.propose(request)
+        return found if len(found) > 1 else self.head.propose(request)
+
+
+class Merged(Beside):
     """A copy and a head's tree in one, cut to the nodes that are surest."""
 
     def __init__(self, head: FeatureDrafter, vocab_size: int) -> None:
-        self.head, self.lookup = head, SuffixDrafter(vocab_size)
-        self.name = f"{self.lookup.name}+{head.name}"
+        super().__init__(head, SuffixDrafter(vocab_size), "+")
         self.calibrations = (Calibration(), Calibration())
         self.proposed: tuple[Tree, ...] = ()
-
-    def absorb(self, first: int, tokens: Sequence[int], features: Any) -> None:
-        self.head.absorb(first, tokens, features)
-
-    def begin(self, tokens: Sequence[int], first: int) -> None:
-        self.lookup.begin(tokens, first)
-        self.head.begin(tokens, first)
 
     def propose(self, request: DraftRequest) -> Tree:
         self.proposed = (self.lookup.propose(request), self.head.propose(request))
@@ -100,8 +98,7 @@ class Merged:
         for tree, calibration in zip(self.proposed, self.calibrations, strict=False):  # none before a last token
             calibration.learn(tree, observation.emitted)
         self.proposed = ()
-        self.lookup.observe(observation)
-        self.head.observe(observation)
+        super().observe(observation)
 
 
 def replay(drafter: Drafter, prompt: list[int], answer: list[int], features: Any, nodes: int) -> list[int]:

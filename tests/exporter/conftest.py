@@ -31,3 +31,11 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
     """A copy that may be damaged."""
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
+
+
+@pytest.fixture(scope="session")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The profile of a device of few, narrow widths."""
+    path = tmp_path_factory.mktemp("profiles") / "small.yaml"
+    path.write_text("extends: rtx-40\nwidths: [1, 4]\nprefill_chunk: 16\n")
+    return path

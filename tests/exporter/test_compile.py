@@ -40,8 +40,6 @@ pytest.importorskip("tensorrt_rtx", reason="pip install 'specexport[tensorrt-rtx
 
 WINDOW, LAYERS = 96, 2
 CAPABILITIES = ("8.6", "8.9", "12.0")
-#: A device of few, narrow profiles.
-DEVICE = "extends: rtx-40\nwidths: [1, 4]\nprefill_chunk: 16\n"
 GRAPHS = ("target.onnx", "drafter.eagle3.onnx", "drafter.medusa.onnx")
 
 
@@ -84,13 +82,6 @@ def half(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bun
 def int4(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     precision = PrecisionOptions("int4", activations="fp16")
     return make(tiny_checkpoint, tmp_path_factory.mktemp("int4") / "bundle", precision)
-
-
-@pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("profiles") / "small.yaml"
-    path.write_text(DEVICE)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -18,15 +18,7 @@ from tests.tiny import write_llama
 
 pytest.importorskip("tensorrt_rtx", reason="pip install 'specexport[tensorrt-rtx]'")
 
-DEVICE = "extends: rtx-40\nwidths: [1, 4]\nprefill_chunk: 16\n"
 PROFILES, LAYERS = 3, 2
-
-
-@pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("profiles") / "small.yaml"
-    path.write_text(DEVICE)
-    return path
 
 
 @pytest.fixture(scope="module")
