@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -13,9 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from specexport.engines.plugins.tree_attention.toolchain import find_host_compiler
 from specexport.runtime.bundle import Bundle
 
 PARTS = ("engines", "exporter", "profiles", "runtime")
+LIBRARY = "specexport/engines/kernels/libspecexport_kernels.so"
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +42,56 @@ def tree(repository: Path) -> set[str]:
     }
 
 
-def test_wheel_holds_the_tree_and_nothing_else(archives: tuple[Path, Path], repository: Path) -> None:
-    names = set(zipfile.ZipFile(archives[1]).namelist())
+def packed(wheel: Path) -> tuple[set[str], set[str]]:
+    """Files of a wheel: the package, and what is said about it."""
+    names = set(zipfile.ZipFile(wheel).namelist())
     code = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
-    assert code == {f"specexport/{name}" for name in tree(repository)}
+    return code, names - code
+
+
+def test_wheel_holds_the_tree_the_kernels_and_nothing_else(archives: tuple[Path, Path], repository: Path) -> None:
+    code, about = packed(archives[1])
+    built = {LIBRARY} if find_host_compiler() else set()
+    assert code == {f"specexport/{name}" for name in tree(repository)} | built
     assert {f"specexport/{part}/py.typed" for part in PARTS} <= code
-    assert any(name.endswith("/licenses/LICENSE") for name in names)
+    assert any(name.endswith("/licenses/LICENSE") for name in about)
+    # No module is compiled: one wheel for every version of Python, but for one kind of machine.
+    assert re.search(r"-py3-none-(?!any)\w+\.whl$", archives[1].name)
+
+
+def test_kernels_export_two_kinds_of_names(archives: tuple[Path, Path], tmp_path: Path) -> None:
+    """Another library of the process must not bind to what the compiler left behind in this one."""
+    symbols = shutil.which("nm")
+    if symbols is None or LIBRARY not in packed(archives[1])[0]:
+        pytest.skip("needs a C++ compiler and nm")
+    library = zipfile.ZipFile(archives[1]).extract(LIBRARY, tmp_path)
+    listed = subprocess.run([symbols, "-D", "--defined-only", library], capture_output=True, text=True, check=True)
+    names = [line.split()[-1] for line in listed.stdout.splitlines()]
+    assert "RegisterCustomOps" in names
+    assert not [name for name in names if name != "RegisterCustomOps" and not name.startswith("specexport_kernels_")]
+
+
+def test_wheel_without_a_compiler_lacks_only_the_kernels(repository: Path, tmp_path: Path) -> None:
+    """The path has cmake and ninja alone, or nothing where those are Python packages."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("cmake", "ninja"):
+        if found := shutil.which(name):
+            (tools / name).symlink_to(found)
+    bare = {"PATH": str(tools), "CC": "no-such-compiler", "CXX": "no-such-compiler"}
+    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path), str(repository)]
+    done = subprocess.run(command, env=os.environ | bare, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no C++ compiler found: installing without the CPU kernels" in done.stdout + done.stderr
+    wheel = next(tmp_path.glob("*.whl"))
+    assert packed(wheel)[0] == {f"specexport/{name}" for name in tree(repository)}
+    # -S: nothing that is installed here, so not this package with its library either.
+    zipfile.ZipFile(wheel).extractall(tmp_path / "unpacked")
+    code = "from specexport.engines.kernels import library; print(library.__file__, library.kernels_library())"
+    alone = os.environ | {"PYTHONPATH": str(tmp_path / "unpacked")}
+    found = subprocess.run([sys.executable, "-S", "-c", code], env=alone, capture_output=True, text=True, check=True)
+    module = tmp_path / "unpacked" / LIBRARY
+    assert found.stdout == f"{module.with_name('library.py')} None\n"
 
 
 def test_source_archive_has_the_tree_and_the_tests_once(archives: tuple[Path, Path], repository: Path) -> None:
@@ -52,7 +100,13 @@ def test_source_archive_has_the_tree_and_the_tests_once(archives: tuple[Path, Pa
         links = [member.name for member in archive.getmembers() if member.issym() or member.islnk()]
     assert not links
     assert {name for name in names if name.split("/")[0] in PARTS} == tree(repository)
-    assert {"LICENSE", "README.md", "pyproject.toml", "tests/packaging/test_wheel.py"} <= set(names)
+    assert {
+        "LICENSE",
+        "README.md",
+        "pyproject.toml",
+        "engines/kernels/CMakeLists.txt",
+        "tests/packaging/test_wheel.py",
+    } <= set(names)
     assert not [name for name in names if name.startswith((".dev", ".venv", ".git/"))]
 
 
@@ -102,7 +156,9 @@ def test_bare_install_runs(archives: tuple[Path, Path], repository: Path, tiny_b
     answer = specexport("run", tiny_bundle.path, "the quick", "--json")
     assert (answer.returncode, answer.stderr) == (0, "")
     assert len(json.loads(answer.stdout)["token_ids"]) == 24
-    assert json.loads(specexport("doctor", "--json").stdout)["can"]["run"] is True
+    report = json.loads(specexport("doctor", "--json").stdout)
+    assert report["can"]["run"] is True
+    assert report["kernels"]["library"] == (f"{Path(where).parent.parent}/{LIBRARY}" if find_host_compiler() else None)
     refused = specexport("build", "somewhere", "-o", "bundle")
     assert refused.returncode == 1
     assert refused.stderr.count("\n") == 1 and "pip install 'specexport[export]'" in refused.stderr
