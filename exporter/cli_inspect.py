@@ -234,7 +234,7 @@ def doctor(as_json: bool) -> int:
     if as_json:
         echo_json(report)
     else:
-        cpu, memory = report["cpu"], report["memory"]
+        cpu, memory, kernels = report["cpu"], report["memory"], report["kernels"]
         echo_table(
             {
                 "specexport": report["specexport"],
@@ -246,6 +246,7 @@ def doctor(as_json: bool) -> int:
                 "disk": f"{size(report['disk']['free'])} free at {report['disk']['cache']}",
                 "providers": ", ".join(report["providers"]) or "none",
                 "engines": ", ".join(f"{n}{'' if ok else ' (unusable)'}" for n, ok in report["engines"].items()),
+                "kernels": kernels["library"] or f"none; to get them: {kernels['fix']}",
             }
         )
         click.echo()

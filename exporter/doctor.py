@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from specexport.engines.kernels import library
 from specexport.runtime.engine import ENTRY_POINT_GROUP
 from specexport.runtime.errors import SpecExportError
 from specexport.runtime.machine import cpu_model
@@ -79,6 +80,9 @@ def examine(cache: Path) -> dict[str, Any]:
 
     Args:
         cache: directory whose free space matters. Sizes are in bytes.
+
+    Raises:
+        UsageError: ``SPECEXPORT_KERNELS`` names no file.
     """
     bare, export = requirements(None), requirements("export")
     wanted = {
@@ -104,6 +108,7 @@ def examine(cache: Path) -> dict[str, Any]:
             and (point.name not in _MODULES or find_spec(_MODULES[point.name]) is not None)
             for point in sorted(entry_points(group=ENTRY_POINT_GROUP))
         },
+        "kernels": _kernels(),
         "can": {verb: not names for verb, names in missing.items()},
         "missing": [
             {"for": verb, "packages": names, "command": wanted[verb][1]} for verb, names in missing.items() if names
@@ -117,6 +122,18 @@ def _providers() -> list[str]:
     except ImportError:
         return []
     return list(onnxruntime.get_available_providers())
+
+
+def _kernels() -> dict[str, str | None]:
+    """Where the compiled kernels are, or what gets them."""
+    found = library.kernels_library()
+    if found is not None:
+        return {"library": str(found), "fix": None}
+    if os.environ.get(library.VARIABLE):
+        return {"library": None, "fix": f"unset {library.VARIABLE}"}
+    # Without the cache: pip keeps a wheel that it built when there was no compiler.
+    again = "pip install --force-reinstall --no-deps --no-cache-dir specexport"
+    return {"library": None, "fix": f"a C++ compiler (g++ or clang++), then {again}"}
 
 
 def _cpu() -> dict[str, Any]:

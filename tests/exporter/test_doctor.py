@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specexport.engines.kernels import library
 from specexport.exporter import cli, doctor
 from specexport.runtime import machine
 
@@ -65,6 +67,26 @@ def test_build_without_the_extra_names_the_command(without: Any, capsys: pytest.
     without("torch")
     assert cli.main(["build", "x", "-o", "y"]) == 1
     assert capsys.readouterr().err == "specexport: error: build needs torch: pip install 'specexport[export]'\n"
+
+
+def test_says_where_the_kernels_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(library, "kernels_library", lambda: Path("/opt/kernels.so"))
+    assert doctor.examine(Path("/"))["kernels"] == {"library": "/opt/kernels.so", "fix": None}
+    assert cli.main(["doctor"]) == 0
+    assert re.search(r"^kernels +/opt/kernels\.so$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("value", "fix"), [("", "a C++ compiler"), ("off", "unset SPECEXPORT_KERNELS")])
+def test_says_how_to_get_the_kernels(
+    value: str, fix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SPECEXPORT_KERNELS", value)
+    monkeypatch.setattr(library, "kernels_library", lambda: None)
+    kernels = doctor.examine(Path("/"))["kernels"]
+    assert kernels["library"] is None
+    assert kernels["fix"].startswith(fix)
+    assert cli.main(["doctor"]) == 0
+    assert f"none; to get them: {kernels['fix']}" in capsys.readouterr().out
 
 
 ARM = """processor : 0
