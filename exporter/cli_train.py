@@ -19,6 +19,8 @@ _METHODS = {
     "eagle1": "EAGLE-1: a small decoder on the target's last state.",
     "medusa": "Medusa: independent heads on the target's last state.",
 }
+#: ``train.heads.LM_HEADS``, which needs torch.
+MEDUSA_LAYOUTS = ("medusa-legacy", "medusa", "vllm")
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 
 
@@ -129,7 +131,7 @@ def _run(method: str, as_json: bool, threads: int, **options: Any) -> None:
 @click.option("--steps", type=click.IntRange(1, 16), help="Unrolled draft steps. [default: 4]")
 @click.option("--draft-vocab", type=click.IntRange(1), metavar="N", help="Tokens it can draft. [default: 16384]")
 @click.option("--head-lr", type=float, help="Learning rate of its lm_head. [default: 0, the target's rows stay]")
-@click.option("--share-lm-head", is_flag=True, help="Leave the target's rows out of the file (few tools read that).")
+@click.option("--share-lm-head", is_flag=True, help="Leave the target's rows out of the file: for specexport only.")
 @click.option("--intermediate", type=click.IntRange(1), metavar="N", help="Width of its MLP. [default: the target's]")
 def eagle3(**options: Any) -> None:
     _run("eagle3", **options)
@@ -147,6 +149,13 @@ def eagle1(**options: Any) -> None:
 @click.option("--heads", type=click.IntRange(1, 16), default=4, show_default=True)
 @click.option("--layers", type=click.IntRange(1, 8), default=1, show_default=True, help="Residual blocks of a head.")
 @click.option("--draft-vocab", type=click.IntRange(1), metavar="N", help="Tokens its loss always has. [default: 16384]")
+@click.option(
+    "--layout",
+    type=click.Choice(MEDUSA_LAYOUTS),
+    default=MEDUSA_LAYOUTS[0],
+    show_default=True,
+    help="Of the files: without an lm_head (small), a copy in every head, or one for vLLM.",
+)
 def medusa(**options: Any) -> None:
     _run("medusa", **options)
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from specexport.exporter.config_values import LIMITS
-from specexport.exporter.heads.base import Keys, Reading, Tensors, both, lineage, select_rows
+from specexport.exporter.heads.base import FLOATS, Keys, Reading, Tensors, both, lineage, select_rows
 from specexport.exporter.heads.block import check_layer_types, model_type, read_blocks
 from specexport.exporter.heads.block_parts import agree
 from specexport.exporter.heads.record import HeadLineage, RecurrentRecord, Source
@@ -62,7 +62,9 @@ def read_eagle1(keys: Keys, tensors: Tensors) -> Reading:
     hidden, width = tensors.matrix("fc.weight")
     agree(block, "hidden_size", hidden, "fc.weight")
     tensors.take("fuse.weight", "fc.weight", (hidden, 2 * hidden), why=f"{width} columns for a width of {hidden}")
-    if bias != ("fc.bias" in tensors):
+    # Zeros beside a config without a bias are for loaders whose fc always has one (SGLang).
+    nothing = not bias and "fc.bias" in tensors and not tensors.read("fc.bias", FLOATS, "floating point").any()
+    if bias != ("fc.bias" in tensors) and not (nothing and tensors.shape("fc.bias") == (hidden,)):
         there = "is in the file" if "fc.bias" in tensors else "is missing"
         origin = f"{key} is {str(bias).lower()}" + ("" if key in keys else " (absent)")
         raise CheckpointError(

@@ -148,6 +148,7 @@ def _biases(keys: Keys, tensors: Tensors, layout: Layout, dialect: str, heads: i
     missing = [name for name in names if name not in tensors]
     if dialect != "vllm":
         wanted, reason = True, "blocks of this layout always have a bias"
+        keys.fixed("medusa_fc_bias", True)  # which vLLM needs to hear of this layout too
     else:
         wanted = keys.boolean("medusa_fc_bias", False)
         reason = f"medusa_fc_bias is {str(wanted).lower()}" + ("" if "medusa_fc_bias" in keys else " (absent)")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from specexport.exporter.config import RopeConfig, TargetConfig
 from specexport.exporter.heads.base import OVERRIDES, TRAINING
+from specexport.exporter.heads.medusa import LAYOUTS
 from specexport.exporter.heads.modules import MedusaHeads
 from specexport.exporter.heads.record import BlockConfig, HeadLineage, MedusaRecord, RecurrentRecord
 from specexport.exporter.heads.recurrent import RecurrentDrafter
@@ -28,6 +29,12 @@ from specexport.exporter.rope import rope_tables
 from specexport.runtime.replacing import new_file, replace_text
 
 METHODS = ("eagle3", "eagle1", "medusa")
+#: Layouts that Medusa heads are written in, and whose lm_head each has.
+LM_HEADS: Mapping[str, Literal["own", "shared", "target"]] = {
+    "medusa-legacy": "target",
+    "medusa": "own",
+    "vllm": "shared",
+}
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 #: The tree of the module while it is trained; a bundle's is chosen when it is built.
 _TREE = DynamicTree(2, 1, 2)
@@ -183,20 +190,58 @@ def _pass_through(drafter: RecurrentDrafter, width: int) -> None:
             linear.weight[-width:] += torch.eye(width)
 
 
+def with_lm_head(
+    record: MedusaRecord, trained: Mapping[str, Tensor], layout: str, table: Tensor
+) -> tuple[MedusaRecord, Mapping[str, Tensor]]:
+    """Record and tensors of Medusa heads that bring the target's lm_head the way ``layout`` keeps it.
+
+    Args:
+        layout: of :data:`LM_HEADS`. table: [V, H], the target's lm_head.
+    """
+    lm_heads: Mapping[str, list[str]] = {
+        "target": [],
+        "shared": ["lm_head"],
+        "own": [f"heads.{head}.lm_head" for head in range(record.num_heads)],
+    }
+    source = LM_HEADS[layout]
+    return replace(record, dialect=layout, lm_head=source), {**trained, **dict.fromkeys(lm_heads[source], table)}
+
+
 def public_tensors(
     record: MedusaRecord | RecurrentRecord, trained: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """The tensors of a head under the names of its public format, in [out, in] layout."""
+    names = _medusa_names(record) if isinstance(record, MedusaRecord) else _recurrent_names(record)
+    tensors = {names[name]: _stored(name, tensor, dtype) for name, tensor in trained.items()}
     if isinstance(record, MedusaRecord):
-        return {
-            name.removeprefix("heads.")
-            .replace(".blocks.", ".")
-            .replace(".weight", ".linear.weight")
-            .replace(".bias", ".linear.bias"): _stored(name, tensor, dtype)
-            for name, tensor in trained.items()
-        }
+        return tensors
+    if record.method == "eagle1":
+        # SGLang's fc always has a bias and would leave it random; vLLM and EAGLE's own loader pass over it.
+        tensors["fc.bias"] = torch.zeros(record.blocks.hidden_size, dtype=dtype)
+    if record.draft_to_target is not None:
+        ids = torch.from_numpy(record.draft_to_target)
+        marks = torch.zeros(record.vocab_size, dtype=torch.bool)
+        marks[ids] = True
+        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": marks}
+    return tensors
+
+
+def _medusa_names(record: MedusaRecord) -> dict[str, str]:
+    """Public names by canonical ones."""
+    layout = LAYOUTS["medusa" if record.dialect == "medusa-legacy" else record.dialect]
+    names = {"lm_head": "lm_head.weight"}
+    for head in range(record.num_heads):
+        names[f"heads.{head}.lm_head"] = layout.lm_head.format(h=head, n=record.num_layers)
+        for number in range(record.num_layers):
+            for part in ("weight", "bias"):
+                names[f"heads.{head}.blocks.{number}.{part}"] = f"{layout.block.format(h=head, l=number)}.{part}"
+    return names
+
+
+def _recurrent_names(record: RecurrentRecord) -> dict[str, str]:
+    """Public names by canonical ones."""
     layer = "midlayer." if record.method == "eagle3" else "layers.0."
-    names = {
+    return {
         "reduce.weight": "fc.weight",
         "fuse.weight": "fc.weight",
         "embedding_norm.weight": f"{layer}input_layernorm.weight",
@@ -207,37 +252,24 @@ def public_tensors(
         **{f"layers.0.attention.{p}_proj.weight": f"{layer}self_attn.{p}_proj.weight" for p in "qkvo"},
         **{f"layers.0.mlp.{p}.weight": f"{layer}mlp.{p}.weight" for p in _PARTS},
     }
-    tensors = {names[name]: _stored(name, tensor, dtype) for name, tensor in trained.items()}
-    if record.draft_to_target is not None:
-        ids = torch.from_numpy(record.draft_to_target)
-        marks = torch.zeros(record.vocab_size, dtype=torch.bool)
-        marks[ids] = True
-        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": marks}
-    return tensors
 
 
 def _stored(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     tensor = tensor.detach().cpu()
-    if tensor.ndim == 2 and name != "lm_head":
+    if tensor.ndim == 2 and not name.endswith("lm_head"):
         tensor = tensor.t()
     fix = "save it with --dtype bf16 or fp32"
     return narrow(f"the head's {name}", tensor, dtype, fix).contiguous().clone()
 
 
 def public_config(record: MedusaRecord | RecurrentRecord, target_name: str, dtype: str) -> dict[str, Any]:
-    """``config.json`` of a head in its public format."""
+    """``config.json`` of a head in its public format, for the loaders that tests/exporter/train/test_conventions.py
+    lists."""
     if isinstance(record, MedusaRecord):
-        return {
-            "version": "2",
-            "base_model_name_or_path": target_name,
-            "medusa_num_heads": record.num_heads,
-            "medusa_num_layers": record.num_layers,
-            "hidden_size": record.hidden_size,
-            "vocab_size": record.vocab_size,
-        }
+        return _medusa_config(record, dtype) | {"base_model_name_or_path": target_name}
     blocks = record.blocks
     config = {
-        "architectures": ["LlamaForCausalLMEagle3" if record.method == "eagle3" else "LlamaForCausalLMEagle"],
+        "architectures": _architectures(record),
         "model_type": "llama",
         "hidden_size": blocks.hidden_size,
         "intermediate_size": blocks.intermediate_size,
@@ -255,13 +287,49 @@ def public_config(record: MedusaRecord | RecurrentRecord, target_name: str, dtyp
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
     }
-    if record.method == "eagle3":
+    if record.method == "eagle1":
+        # Not true for the zeros in the file: vLLM and SGLang read it as a bias of the attention.
+        return config | {"bias": False, "base_model_name_or_path": target_name}
+    boundaries = [int(boundary) for boundary in record.captures]
+    shared = record.lm_head == "target" and record.draft_to_target is None
+    # No target_hidden_size: EAGLE's own loader takes one for a head that brings its embedding.
+    return config | {
+        "draft_vocab_size": None if shared else record.draft_vocab_size,  # null: SGLang takes the target's lm_head
+        "target_model_name_or_path": target_name,
+        "eagle_aux_hidden_state_layer_ids": boundaries,  # vLLM's convention
+        "eagle_config": {  # SGLang's and SpecForge's: the layer that a state leaves
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": [boundary - 1 for boundary in boundaries],
+        },
+    }
+
+
+def _architectures(record: RecurrentRecord) -> list[str]:
+    if record.method == "eagle1":
+        return ["LlamaForCausalLMEagle", "EagleLlamaForCausalLM"]  # SGLang's name, vLLM's: each skips the other's
+    if record.lm_head == "target" and record.draft_to_target is not None:
+        # Loaders of the public format would draft from random rows, or from the target's first, without a word.
+        return ["SpecexportEagle3"]
+    return ["LlamaForCausalLMEagle3"]
+
+
+def _medusa_config(record: MedusaRecord, dtype: str) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "hidden_size": record.hidden_size,
+        "vocab_size": record.vocab_size,
+        "medusa_fc_bias": True,  # vLLM's, which drops the biases without it
+    }
+    if record.dialect == "vllm":
         return config | {
-            "draft_vocab_size": record.draft_vocab_size,
-            "target_hidden_size": record.target_hidden_size,
-            "target_model_name_or_path": target_name,
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "num_heads": record.num_heads,
+            "num_hidden_layers": record.num_layers,
+            "original_lm_head": True,
+            "torch_dtype": dtype,
         }
-    return config | {"bias": False, "base_model_name_or_path": target_name}
+    config |= {"medusa_num_heads": record.num_heads, "medusa_num_layers": record.num_layers}
+    return config | ({"version": "2"} if record.lm_head == "target" else {})
 
 
 def save_head(

@@ -30,6 +30,7 @@ from specexport.exporter.train.heads import (
     new_recurrent,
     recurrent_record,
     save_head,
+    with_lm_head,
 )
 from specexport.exporter.train.make import TURN, MakeOptions, Maker
 from specexport.exporter.train.medusa import MedusaTrainer
@@ -56,6 +57,7 @@ class RunOptions:
         output: directory of the head. work: where corpora and checkpoints are kept; several methods may share it.
         draft_vocab: Vd of EAGLE-3. init: a head to go on from, of the same method.
         share_lm_head: EAGLE-3's draft lm_head stays the target's rows and is left out of the file.
+        layout: Medusa's, of ``train.heads.LM_HEADS``: with the target's lm_head in the file, or without.
         dtype: of the written weights.
     """
 
@@ -71,6 +73,7 @@ class RunOptions:
     draft_vocab: int = DRAFT_VOCAB
     init: str | None = None
     share_lm_head: bool = False
+    layout: str = "medusa-legacy"
     dtype: str = "fp16"
     device: str = "cpu"
     shape: Shape = field(default_factory=Shape)
@@ -125,7 +128,11 @@ def train(options: RunOptions, progress: Progress) -> dict[str, Any]:
         "draft_vocabulary_coverage": round(coverage(corpus, ids), 4),
         "held_out": trainer.history[-1],
     }
-    save_head(options.output, record, parameters, figures, target_name=options.target, dtype=options.dtype)
+    tensors: Mapping[str, Tensor] = parameters
+    if isinstance(record, MedusaRecord):
+        assert isinstance(trainer.learner, MedusaTrainer)
+        record, tensors = with_lm_head(record, parameters, options.layout, trainer.learner.heads.lm_head)
+    save_head(options.output, record, tensors, figures, target_name=options.target, dtype=options.dtype)
     replace_text(options.output / "training.json", json.dumps(trainer.history, indent=1) + "\n")
     return figures | {"seconds": round(time.monotonic() - started, 1), "history": trainer.history}
 
