@@ -30,7 +30,8 @@ from specexport.engines.openvino_model import (
     read_target,
     smallest_block,
 )
-from specexport.engines.ort import TARGET_FILE, OrtGraph, open_graph
+from specexport.engines.ort import TARGET_FILE
+from specexport.engines.ort_session import OrtGraph, open_graph
 from specexport.runtime import contract
 from specexport.runtime.engine import Step
 from specexport.runtime.errors import BundleError, SpecExportError, UsageError

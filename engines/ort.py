@@ -2,14 +2,12 @@
 
 Caches live in buffers of ours that are bound once as both past and present, so a step moves no cache. On the CPU the
 bundle carries a lowered graph (``exporter.passes.grouped_query``) whose step cost follows the used rows, and a small
-commit graph for the steps in which accepted rows have to move.
+commit graph for the steps in which accepted rows have to move. Of quantised targets there is one more, for our own
+kernels (``engines.kernels``), which runs where they are installed.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,21 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from specexport.engines.kernels.library import kernels_library
 from specexport.engines.ort_providers import CPU, CUDA, TENSORRT, TENSORRT_RTX, Provider
+from specexport.engines.ort_session import (
+    KERNELS_SUFFIX,
+    Caches,
+    OrtGraph,
+    call,
+    check_target,
+    load,
+    open_graph,
+    session_options,
+)
 from specexport.runtime import contract
 from specexport.runtime.engine import Step
-from specexport.runtime.errors import BundleError, SpecExportError, UsageError
+from specexport.runtime.errors import UsageError
 from specexport.runtime.machine import physical_cores as physical_cores
 from specexport.runtime.manifest import GPU_FORMATS, MANIFEST_NAME, Manifest
 
@@ -47,8 +56,6 @@ WIDE_HEAD, NARROW_COLUMNS = 128, 64
 #: Call shapes whose buffers stay bound; the least recently used is dropped.
 MAX_PLANS = 64
 
-_NUMPY: dict[str, np.dtype[Any]] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
-
 
 def cpu_files(graph: str) -> tuple[str, str]:
     """Names of the lowering of a target graph for the CPU and of its commit graph, beside ``graph``."""
@@ -58,86 +65,15 @@ def cpu_files(graph: str) -> tuple[str, str]:
     return f"{stem}.cpu.onnx", f"{stem}.commit.cpu.onnx"
 
 
-def _options(threads: int) -> ort.SessionOptions:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads or physical_cores()
-    options.inter_op_num_threads = 1
-    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
-    # Memory patterns are kept per input shape: with a tree width and a length that change every step they only grow.
-    options.enable_mem_pattern = False
-    # Threads that go on spinning after a call take the cores from the next graph (a drafter's) and from the host: with
-    # three sessions a step took twice as long. Alone, stopping costs nothing that could be measured.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    options.log_severity_level = 4  # errors come as exceptions, once
-    return options
+def kernels_file(graph: str) -> str:
+    """Name of the lowering of a graph for our own kernels, beside ``graph``; it shares the CPU lowering's data."""
+    return graph.removesuffix(".onnx") + KERNELS_SUFFIX
 
 
-def _open(path: Path, options: ort.SessionOptions, providers: list[Any]) -> ort.InferenceSession:
-    try:
-        return ort.InferenceSession(os.fspath(path), options, providers=providers)
-    except Exception as error:  # onnxruntime's exceptions share no base of their own
-        reason = (str(error).splitlines() or ["no reason given"])[0]
-        if "NOT_IMPLEMENTED" in reason:
-            reason += "; if the bundle is bf16, build it with --activations fp32 for this engine"
-        raise BundleError(f"{path}: onnxruntime {ort.__version__} cannot load it: {reason}") from error
-
-
-def _check_target(session: ort.InferenceSession, path: Path, step_inputs: Iterable[str]) -> None:
-    """Refuse a graph that is not a target: another bundle's, another version's, or a hostile one.
-
-    Raises:
-        BundleError: an input or output is missing or unknown, or the caches have no static shape of a known type.
-    """
-    inputs = {value.name: value for value in session.get_inputs()}
-    outputs = {value.name for value in session.get_outputs()} - {contract.FEATURES}
-    caches = contract.cache_names(sum(name.startswith("past_k.") for name in inputs))
-    wrong = inputs.keys() ^ {*step_inputs, *(past for past, _ in caches)}
-    wrong |= outputs ^ {contract.LOGITS, *(present for _, present in caches)}
-    if wrong:
-        raise BundleError(f"{path} is not a target graph: {min(wrong)} is missing or unknown; build the bundle again")
-    kinds = {(*inputs[past].shape, inputs[past].type) for past, _ in caches}
-    *shape, kind = min(kinds, key=str, default=((), ""))
-    if len(kinds) != 1 or len(shape) != 4 or not all(isinstance(dim, int) for dim in shape) or kind not in _NUMPY:
-        raise BundleError(f"{path}: the caches are {sorted(kinds, key=str)[:2]}, expected one shape of {list(_NUMPY)}")
-
-
-def _run(session: ort.InferenceSession, binding: ort.IOBinding) -> None:
-    with _one_line():
-        session.run_with_iobinding(binding)
-
-
-@contextmanager
-def _one_line() -> Iterator[None]:
-    """Turn what onnxruntime raises in a call into an error of ours."""
-    try:
-        yield
-    except Exception as error:  # see _open
-        reason = (str(error).splitlines() or ["no reason given"])[0]
-        raise SpecExportError(f"onnxruntime {ort.__version__} failed in a call of a graph: {reason}") from error
-
-
-class _Caches:
-    """The cache tensors of one sequence and their binding to a session."""
-
-    def __init__(self, session: ort.InferenceSession, device: str) -> None:
-        self.values: dict[str, ort.OrtValue] = {}
-        self.shape: tuple[int, ...] = ()
-        for value in session.get_inputs():
-            if value.name.startswith(("past_k.", "past_v.")):
-                self.shape = tuple(int(dim) for dim in value.shape)
-                self.dtype = _NUMPY[value.type]
-                zeros = np.zeros(self.shape, self.dtype)
-                self.values[value.name] = ort.OrtValue.ortvalue_from_numpy(zeros, device, 0)
-
-    def bind(self, binding: ort.IOBinding) -> None:
-        for past, value in self.values.items():
-            binding.bind_ortvalue_input(past, value)
-            binding.bind_ortvalue_output(past.replace("past_", "present_", 1), value)
-
-    def zero(self) -> None:
-        zeros = np.zeros(self.shape, self.dtype)
-        for value in self.values.values():
-            value.update_inplace(zeros)
+def cpu_graph(folder: Path, graph: str) -> Path | None:
+    """The lowering of ``folder/graph`` that this machine's CPU runs, None where there is none."""
+    names = [cpu_files(graph)[0]] if kernels_library() is None else [kernels_file(graph), cpu_files(graph)[0]]
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 class _Plan:
@@ -181,44 +117,6 @@ def _fill(buffer: NDArray[Any], rows: NDArray[Any]) -> None:
         buffer[-1] = rows[-1]
 
 
-class OrtGraph:
-    """A drafter's graph (the :class:`specexport.runtime.engine.Graph` protocol); its caches, if any, stay in place."""
-
-    def __init__(self, session: ort.InferenceSession, device: str) -> None:
-        self._session = session
-        self._caches = _Caches(session, device)
-        outputs = [value.name for value in session.get_outputs()]
-        self._names = [name for name in outputs if not name.startswith(("present_k.", "present_v."))]
-
-    def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """See :meth:`specexport.runtime.engine.Graph.run`."""
-        if not self._caches.values:
-            with _one_line():
-                return dict(zip(self._names, self._session.run(None, dict(inputs)), strict=True))
-        binding = self._session.io_binding()
-        held = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
-        for name, array in held.items():
-            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
-        for name in self._names:
-            binding.bind_output(name)
-        self._caches.bind(binding)
-        _run(self._session, binding)
-        results = binding.get_outputs()[: len(self._names)]
-        return {name: value.numpy() for name, value in zip(self._names, results, strict=True)}
-
-
-def open_graph(path: Path, threads: int = 0, provider: Provider = CPU) -> OrtGraph:
-    """A drafter's graph, also for targets on engines that have none of their own."""
-    return OrtGraph(_load(path, _options(threads), provider), provider.device)
-
-
-def _load(path: Path, options: ort.SessionOptions, provider: Provider) -> ort.InferenceSession:
-    """A session that really runs on the provider."""
-    session = _open(path, options, provider.configure(options))
-    provider.confirm(session, path)
-    return session
-
-
 class OrtEngine:
     """A target on ONNX Runtime (the :class:`specexport.runtime.engine.TargetEngine` protocol).
 
@@ -247,30 +145,30 @@ class OrtEngine:
     ) -> None:
         if threads < 0:
             raise UsageError(f"threads must be 0 (automatic) or more, got {threads}")
-        lowered_file, commit_file = cpu_files(graph)
         self._lowering = lowered and provider is CPU
-        self._lowered = self._lowering and (bundle_path / lowered_file).is_file()
-        self._even = exact and self._lowered
-        path = bundle_path / (lowered_file if self._lowered else graph)
+        found = cpu_graph(bundle_path, graph) if self._lowering else None
+        self._lowered, path = found is not None, found or bundle_path / graph
+        self.tree_exact = path.name.endswith(KERNELS_SUFFIX)
+        self._even = exact and self._lowered and not self.tree_exact
         self._open = partial(
             OrtEngine, bundle_path, threads=threads, provider=provider, lowered=lowered, optimize=optimize
         )
-        options = _options(threads)
+        options = session_options(threads)
         if not optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
         self._bundle_path, self._threads, self._provider = bundle_path, threads, provider
-        self._session = _load(path, options, provider)
-        _check_target(self._session, path, LOWERED_INPUTS if self._lowered else contract.STEP_INPUTS)
-        self._caches = _Caches(self._session, provider.device)
+        self._session = load(path, options, provider)
+        check_target(self._session, path, LOWERED_INPUTS if self._lowered else contract.STEP_INPUTS)
+        self._caches = Caches(self._session, provider.device)
         self.slots = self._caches.shape[2] - (CPU_SPARE_ROWS if self._lowered else 0)
-        self._split = exact and self._lowered and self._caches.shape[-1] > WIDE_HEAD
+        self._split = self._even and self._caches.shape[-1] > WIDE_HEAD
         outputs = {value.name: value for value in self._session.get_outputs()}
         self.vocab_size = int(outputs[contract.LOGITS].shape[1])
         self.features_size = int(outputs[contract.FEATURES].shape[2]) if contract.FEATURES in outputs else 0
         self._plans: dict[tuple[int, int, int], _Plan] = {}
         self._row_buffer = np.zeros((0, self.vocab_size), np.float32)
         if self._lowered:
-            self._commit_session = _load(bundle_path / commit_file, _options(1), provider)
+            self._commit_session = load(bundle_path / cpu_files(graph)[1], session_options(1), provider)
             self._commit_binding = self._commit_session.io_binding()
             self._caches.bind(self._commit_binding)
         if self._even and CPU_ANY_ROWS in self._session.get_modelmeta().custom_metadata_map:
@@ -313,7 +211,7 @@ class OrtEngine:
         row = np.array([write], np.int64)
         self._commit_binding.bind_cpu_input(contract.COMMIT, commit)
         self._commit_binding.bind_cpu_input(contract.WRITE, row)
-        _run(self._commit_session, self._commit_binding)
+        call(self._commit_session, self._commit_binding)
 
     def run(self, step: Step) -> NDArray[np.float32]:
         """See :meth:`specexport.runtime.engine.TargetEngine.run`."""
@@ -330,7 +228,7 @@ class OrtEngine:
         if not self._lowered:
             buffers[contract.WRITE][0] = write
             buffers[contract.COMMIT][:] = commit
-        _run(self._session, plan.binding)
+        call(self._session, plan.binding)
         self._last, self._nodes = plan, nodes
         return plan.logits[:rows]
 
@@ -341,8 +239,8 @@ class OrtEngine:
 
     def open_graph(self, name: str) -> OrtGraph:
         """See :meth:`specexport.runtime.engine.TargetEngine.open_graph`."""
-        lowered = self._bundle_path / cpu_files(name)[0]
-        path = lowered if self._lowering and lowered.is_file() else self._bundle_path / name
+        lowered = cpu_graph(self._bundle_path, name) if self._lowering else None
+        path = lowered or self._bundle_path / name
         return open_graph(path, self._threads, self._provider.heads or self._provider)
 
     def open_target(self, name: str) -> OrtEngine:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specexport.engines.cuda import Device
-from specexport.engines.ort import OrtGraph, open_graph
+from specexport.engines.ort_session import OrtGraph, open_graph
 from specexport.engines.plan import plan_names
 from specexport.engines.plan_loader import NUMPY, Tensorrt, choose, load
 from specexport.engines.plan_runner import PlanRunner, floats

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import onnx_ir as ir
 
-from specexport.engines.ort import CPU_ANY_ROWS, TARGET_FILE, cpu_files
+from specexport.engines.ort import CPU_ANY_ROWS, TARGET_FILE, cpu_files, kernels_file
 from specexport.exporter.config import TargetConfig
 from specexport.exporter.graph_file import IR_DTYPES, DataFile
-from specexport.exporter.passes import grouped_query, joined_products, matmul_nbits, skip_norm
+from specexport.exporter.passes import grouped_query, joined_products, kernels, matmul_nbits, skip_norm
 from specexport.exporter.passes.matmul_nbits import Packed
 
 
@@ -25,7 +25,7 @@ def lower_target(
     accuracy_level: int = matmul_nbits.FAST,
     exact: bool = True,
 ) -> Packed | None:
-    """Write the CPU lowering of ``folder/graph`` and its commit graph.
+    """Write the CPU lowering of ``folder/graph``, its commit graph and, of codes, the graph for our own kernels.
 
     Weights in floating point are shared with the exported graph; codes are laid out anew, in a data file of their own.
 
@@ -52,6 +52,8 @@ def lower_target(
     if pairs:
         model.metadata_props[CPU_ANY_ROWS] = "1"
     ir.save(model, folder / lowered_file)
+    windows = [None if layer.window is None or layer.window >= slots else layer.window for layer in config.layers]
+    _use_kernels(folder, graph, windows)
     commit = grouped_query.commit_model(
         config.num_layers, config.num_kv_heads, config.head_dim, slots, IR_DTYPES[activations]
     )
@@ -72,7 +74,15 @@ def lower_drafter(graph: Path, target: Packed | None) -> bool:
     with _data(path) as data:
         matmul_nbits.lower(model, Packed(data.put, {} if target is None else dict(target.matrices)))
     ir.save(model, path)
+    _use_kernels(graph.parent, graph.name, ())
     return True
+
+
+def _use_kernels(folder: Path, graph: str, windows: Sequence[int | None]) -> None:
+    """Write the graph for our own kernels beside the CPU lowering, whose data it shares, where they take it."""
+    model = ir.load(folder / cpu_files(graph)[0])
+    if kernels.lower(model, windows):
+        ir.save(model, folder / kernels_file(graph))
 
 
 @contextmanager

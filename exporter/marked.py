@@ -14,8 +14,9 @@ import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from specexport.engines.ort import LOWERED_INPUTS, TARGET_FILE, cpu_files
+from specexport.engines.ort import LOWERED_INPUTS, TARGET_FILE, cpu_graph
 from specexport.engines.ort_providers import CPU, PROVIDERS, Provider
+from specexport.engines.ort_session import use_kernels
 from specexport.runtime.errors import SpecExportError
 from specexport.runtime.machine import physical_cores
 
@@ -39,8 +40,8 @@ def marked(bundle: Path, backend: str, inputs: Arrays, threads: int) -> tuple[di
         seen = _run_openvino(bundle / TARGET_FILE, operators, inputs, threads, "f32" not in backend)
     else:
         provider = PROVIDERS[backend]
-        lowered = bundle / cpu_files(TARGET_FILE)[0]
-        if provider is CPU and lowered.is_file():
+        lowered = cpu_graph(bundle, TARGET_FILE) if provider is CPU else None
+        if lowered is not None:
             fed = {name: inputs[name] for name in LOWERED_INPUTS}
             seen = _run_onnx(lowered, operators, fed, provider, threads, optimize=True)
         else:
@@ -61,6 +62,7 @@ def _run_onnx(
     options.intra_op_num_threads = threads or physical_cores()
     options.log_severity_level = 4
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+    use_kernels(path, options)
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     caches = {

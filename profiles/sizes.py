@@ -9,12 +9,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from specexport.profiles.initializers import DTYPE_NAMES, Initializer, initializers
 from specexport.runtime.bundle import TARGET_GRAPH, Bundle, inside
 from specexport.runtime.drafters.model import ModelDrafter
 from specexport.runtime.drafters.ngram import NgramDrafter
 from specexport.runtime.drafters.recycling import RecyclingDrafter
 from specexport.runtime.drafters.suffix import SuffixDrafter
+from specexport.runtime.initializers import DTYPE_NAMES, Initializer, draft_matrices, initializers, matrices
 from specexport.runtime.manifest import DrafterInfo, TargetInfo
 
 #: Bits of an element in memory, scales of blocks included (fp16 scales for 32 elements; nvfp4: 8 bits for 16).
@@ -189,7 +189,7 @@ def graph_size(target: TargetInfo, tensors: Sequence[Initializer], stored_bytes:
     tables = [tensor for tensor in tensors if tensor.elements == table]
     rest = [tensor for tensor in tensors if tensor.elements != table and not tensor.name.startswith("rope_")]
     rest = [tensor for tensor in rest if target.vocab_size not in tensor.shape]  # scales of the tables
-    elements = sum(tensor.elements for tensor in _matrices(rest, target.hidden_size))
+    elements = sum(tensor.elements for tensor in matrices(rest, target.hidden_size))
     heads = max(target.kv_heads, target.hidden_size // target.head_dim)
     attention = target.layers * target.hidden_size * target.head_dim * (2 * heads + 2 * target.kv_heads)
     return ModelSize(
@@ -218,7 +218,7 @@ def drafter_size(bundle: Bundle, info: DrafterInfo) -> DraftSize:
         return lookup_size(info.name)
     options = info.options
     tensors = initializers(inside(bundle.path, info.graph))
-    matrices = _matrices(tensors, 4096)
+    read = draft_matrices(tensors)
     # Tables that the graph shares with the target lie in the target's file and take no memory of their own.
     own = [tensor for tensor in tensors if not (tensor.location or "").startswith(TARGET_GRAPH)]
     depth = int(options.get("depth") or options.get("heads") or 1)
@@ -233,12 +233,12 @@ def drafter_size(bundle: Bundle, info: DrafterInfo) -> DraftSize:
         depth=depth,
         ranks=ranks,
         nodes=len(info.tree) if info.tree is not None else int(options.get("nodes") or 0),
-        elements=sum(tensor.elements for tensor in matrices),
-        weight_bytes=sum(tensor.bytes for tensor in matrices),
+        elements=sum(tensor.elements for tensor in read),
+        weight_bytes=sum(tensor.bytes for tensor in read),
         stored_bytes=sum(tensor.bytes for tensor in own),
         cache_row_bytes=cached,
-        layers=max(1, len(matrices) // 7),
-        precision=_precision(matrices) or bundle.manifest.target.precision.weights,
+        layers=max(1, len(read) // 7),
+        precision=_precision(read) or bundle.manifest.target.precision.weights,
     )
 
 
@@ -250,16 +250,3 @@ def _precision(tensors: Sequence[Initializer]) -> str | None:
         if name is not None:
             counts[name] = counts.get(name, 0) + tensor.elements
     return max(counts, key=lambda name: counts[name], default=None)
-
-
-def _matrices(tensors: Sequence[Initializer], least: int) -> list[Initializer]:
-    """Those of more than ``least`` elements, without rotary tables, scales and zero points."""
-    words = ("scale", "zero")
-    return [
-        tensor
-        for tensor in tensors
-        if len(tensor.shape) > 1
-        and tensor.elements > least
-        and not tensor.name.startswith("rope_")
-        and not any(word in tensor.name.rpartition(".")[2] for word in words)
-    ]

@@ -134,16 +134,23 @@ def width_exact(engine: TargetEngine) -> bool:
     return bool(getattr(engine, "width_exact", True))
 
 
+def tree_exact(engine: TargetEngine) -> bool:
+    """Whether an engine promises of a branching tree too that its rows are, bit for bit, plain decoding's."""
+    return bool(getattr(engine, "tree_exact", False))
+
+
 def chains_only(precision: PrecisionInfo, engine: TargetEngine | None = None) -> bool:
     """Whether tokens are those of plain decoding only as long as no branching tree is verified.
 
-    Columns of a branching tree add up in another order than a chain's. That is 1e-7 in a sum, but kernels with codes
-    round activations to 8 bits and make 1e-2 of it. Whoever measures or plans trees asks the same as who verifies them.
+    Columns of a branching tree add up in another order than a chain's, but for engines that promise otherwise. That is
+    1e-7 in a sum, but products with codes round activations to 8 bits and make 1e-2 of it. Whoever measures or plans
+    trees asks the same as who verifies them.
 
     Args:
         precision: of the target. engine: that runs it; None: one that promises what the bundle does.
     """
-    return precision.quantized and precision.exact and (engine is None or width_exact(engine))
+    promised = engine is None or (width_exact(engine) and not tree_exact(engine))
+    return precision.quantized and precision.exact and promised
 
 
 class EngineFactory(Protocol):

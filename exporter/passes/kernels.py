@@ -1,9 +1,9 @@
-"""Lowering for ONNX Runtime's CPU provider with our own operators (``engines/kernels``), of a graph that is lowered for it.
+"""Lowering for ONNX Runtime's CPU provider with our own operators (``engines/kernels``).
 
 Requires: a graph of ``passes.grouped_query`` and ``passes.matmul_nbits``. Ensures: the same inputs, outputs and codes;
 ``MatMulNBits`` with 8-bit activations become ``specexport::QuantizedProduct``, together with the norm before them and
-the gate after them, and ``GroupQueryAttention`` becomes ``specexport::TreeAttention``, together with norms of its heads;
-no mask is made. A row of logits then depends on nothing but its node's ancestors, to the last bit, in trees too.
+the gate after them, and ``GroupQueryAttention`` becomes ``specexport::TreeAttention``, together with norms of its
+heads; no mask is made. A row of logits then depends on nothing but its node's ancestors, to the last bit, in trees too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from specexport.exporter.passes.graph import MICROSOFT
 from specexport.exporter.passes.matmul_nbits import FAST
 from specexport.runtime import contract
 
@@ -79,7 +78,9 @@ def _take(old: ir.Value, new: ir.Value) -> None:
 def _multiply(graph: ir.Graph, node: ir.Node) -> None:
     x, *stored = node.inputs
     zeros = stored[2] if len(stored) > 2 else None
-    attributes: dict[str, int | float] = {name: node.attributes[name].as_int() for name in ("N", "K", "bits", "block_size")}
+    attributes: dict[str, int | float] = {
+        name: node.attributes[name].as_int() for name in ("N", "K", "bits", "block_size")
+    }
     gamma = skip = total = None
     epsilon = 0.0
     if (norm := _maker(x, "RMSNormalization")) is not None:

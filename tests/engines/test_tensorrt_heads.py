@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specexport.engines.ort import DRAFT_FILE, OrtGraph, load_cpu
+from specexport.engines.ort import DRAFT_FILE, load_cpu
+from specexport.engines.ort_session import OrtGraph
 from specexport.engines.tensorrt_runtime import PlanEngine, PlanGraph, load_tensorrt
 from specexport.exporter.pipeline import BuildOptions, build
 from specexport.exporter.progress import Progress

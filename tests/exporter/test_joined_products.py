@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from specexport.engines.ort import _options
+from specexport.engines.ort_session import session_options
 from specexport.exporter.graph_file import DataFile
 from specexport.exporter.passes import joined_products, matmul_nbits, skip_norm
 from specexport.exporter.passes.graph import constant
@@ -50,7 +50,7 @@ def products(data: DataFile, kinds: tuple[str, ...], block: int = 32, symmetric:
 
 
 def run(path: Path, x: NDArray[np.float32]) -> list[NDArray[Any]]:
-    session = ort.InferenceSession(path, _options(1), providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(path, session_options(1), providers=["CPUExecutionProvider"])
     found: list[NDArray[Any]] = session.run(None, {"x": x})
     return found
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from specexport.engines.ort import OrtGraph, _open, _options
+from specexport.engines.ort_session import OrtGraph, open_session, session_options
 from specexport.exporter.heads.export import export_medusa
 from specexport.exporter.heads.modules import MedusaHeads
 from specexport.exporter.heads.record import HeadLineage, MedusaRecord
@@ -122,7 +122,7 @@ def test_module_and_graph_are_the_reference(kind: str, tmp_path: Path) -> None:
     target = write_target(tmp_path, weights) if heads.lm_head == "target" else tmp_path / "unused"
     path = tmp_path / "drafter.onnx"
     export_medusa(heads, weights, path, dtype=torch.float32, k=K, valid_vocab=ROWS - 2, target_graph=target)
-    graph = OrtGraph(_open(path, _options(1), ["CPUExecutionProvider"]), "cpu")
+    graph = OrtGraph(open_session(path, session_options(1), ["CPUExecutionProvider"]), "cpu")
     state = np.random.default_rng(0).standard_normal((1, WIDTH)).astype(np.float32)
     expected = np.array(reference(heads, weights, state[0].tolist()))
     if heads.token_map is None:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specexport.engines.ort import _options
+from specexport.engines.ort_session import session_options
 from specexport.exporter.graph_file import DataFile, save_graph
 from specexport.exporter.passes import matmul_nbits
 from specexport.exporter.quantize.plan import Format, Plan
@@ -49,7 +49,7 @@ def save(folder: Path, use: str, matrix: Quantized) -> Path:
 
 
 def run(path: Path, x: NDArray[Any], *, fused: bool = False) -> NDArray[Any]:
-    options = _options(1)
+    options = session_options(1)
     if not fused:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
@@ -142,7 +142,7 @@ def test_a_row_does_not_depend_on_an_even_number_of_them(kind: str, block: int, 
     ir.save(model, tmp_path / "packed.onnx")
     (node,) = (node for node in model.graph if node.op_type == "MatMulNBits")
     assert node.attributes["block_size"].as_int() == (block or matmul_nbits.ROW_BLOCK)
-    session = ort.InferenceSession(tmp_path / "packed.onnx", _options(2), providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(tmp_path / "packed.onnx", session_options(2), providers=["CPUExecutionProvider"])
     x = np.random.default_rng(3).standard_normal((40, WIDTH)).astype(np.float32)
     (wide,) = session.run(None, {"x": x})
     for count in range(2, 40, 2):

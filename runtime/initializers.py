@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -51,3 +52,29 @@ def initializers(path: Path) -> list[Initializer]:
         BundleError: not an ONNX file.
     """
     return [Initializer(*found) for found in scan_initializers(path)]
+
+
+def matrices(tensors: Sequence[Initializer], least: int = 4096) -> list[Initializer]:
+    """Those of more than ``least`` elements, without rotary tables, scales and zero points."""
+    words = ("scale", "zero")
+    return [
+        tensor
+        for tensor in tensors
+        if len(tensor.shape) > 1
+        and tensor.elements > least
+        and not tensor.name.startswith("rope_")
+        and not any(word in tensor.name.rpartition(".")[2] for word in words)
+    ]
+
+
+def is_lm_head(tensor: Initializer) -> bool:
+    """Whether it is the output projection, or its codes."""
+    return tensor.name.partition(".")[0] == "lm_head"
+
+
+def draft_matrices(tensors: Sequence[Initializer]) -> list[Initializer]:
+    """The matrices that a drafter's graph reads whole: of an embedding beside an lm_head it reads a few rows."""
+    found = matrices(tensors)
+    if not any(map(is_lm_head, found)):
+        return found
+    return [tensor for tensor in found if tensor.name.partition(".")[0] != "embedding"]
