@@ -27,6 +27,8 @@ namespace {
 
 // Calls whose rows and codes are less work than this, in products, are not worth a second thread.
 constexpr double kSerialWork = 150e3;
+// And rows of fewer values than this are not worth one to be made ready.
+constexpr int64_t kSerialValues = 2048;
 
 void check(const Api& api, OrtStatus* status) {
   if (status == nullptr) return;
@@ -176,7 +178,7 @@ class QuantizedProduct {
       kernels().quantize(from, width_, matrix.block, matrix.blocks, row_codes + row * matrix.width,
                          row_scales + row * matrix.blocks, row_sums + row * matrix.blocks);
     };
-    if (rows < 32)
+    if (rows * width_ < kSerialValues)
       for (int64_t row = 0; row < rows; ++row) prepare(static_cast<size_t>(row));
     else
       parallel(api_, context, static_cast<size_t>(rows), prepare);
@@ -286,8 +288,8 @@ class TreeAttention {
     call.counts = call.lists + nodes * nodes;
     kernels().prepare(call);
     const int rows = heads_ / kv_heads_ * call.nodes;
-    // As many rows a unit as leave both of two threads, or eight, something to do.
-    const int unit = std::max(1, std::min({kMaxRows, rows, rows * kv_heads_ / 16}));
+    // As many rows a unit as leave eight units, so that threads end together.
+    const int unit = std::max(1, std::min({kMaxRows, rows, rows * kv_heads_ / 8}));
     const int units = (rows + unit - 1) / unit;
     parallel(api_, context, static_cast<size_t>(units) * kv_heads_, [&](size_t index) {
       thread_local std::vector<float> weights;
