@@ -5,11 +5,13 @@
 A request is one line on standard input, its answer one line on standard output; an error is ``{"error": ...}``:
 
     {"op": "step", "tokens": [...], "past": 256, "width": 8, "repeats": 3}      -> {"seconds": [...]}
-    {"op": "decode", "tokens": [...], "new": 128, "lookup": false}              -> {"prefill_s", "decode_s", "tokens"}
+    {"op": "decode", "tokens": [...], "new": 128, "drafter": "none"}            -> {"prefill_s", "decode_s", "tokens"}
+    {"op": "memory"}                                                            -> {"peak", "anonymous", "files"}
 
 A step is one forward of ``width`` new tokens after ``past`` cached ones; logits are of all of them where the engine can
-(llama.cpp: of the last, its own way of evaluating a batch). Decoding is greedy. ``lookup`` is the engine's own
-speculation from the prompt, at most five drafts a step.
+(llama.cpp: of the last, its own way of evaluating a batch). Decoding is greedy. The drafter ``lookup`` is the engine's
+own speculation from the prompt, at most five drafts a step (ours: ``suffix``, as many as it likes); ours take the names
+of a bundle's drafters, ``auto`` among them. Memory is this process's, in bytes: the most so far, and what it holds now.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from typing import Any
 
 Seconds = list[float]
 DRAFTS, NGRAM, CONTEXT = 5, 3, 1024
+PLAIN, LOOKUP = "none", "lookup"
 
 
 class Ours:
-    """A bundle on one of our engines; ``lookup`` is the drafter ``suffix``."""
+    """A bundle on one of our engines. A session a drafter lives through all prompts, as a server's would."""
 
     packages = ("specexport", "onnxruntime", "openvino")
 
@@ -36,8 +39,9 @@ class Ours:
         from specexport.runtime import Bundle
         from specexport.runtime.engine import find_engine
 
-        self.bundle = Bundle.load(Path(path))
+        self.bundle, self.threads = Bundle.load(Path(path)), threads
         self.engine = find_engine(engine)(self.bundle.path, threads=threads)
+        self.sessions: dict[str, Any] = {}
 
     def step(self, tokens: list[int], past: int, width: int, repeats: int) -> Seconds:
         from specexport.runtime.engine import Step
@@ -52,17 +56,21 @@ class Ours:
         run(0, past, [0])
         return [run(past, past + width, range(width)) for _ in range(repeats + 1)][1:]
 
-    def decode(self, tokens: list[int], new: int, lookup: bool) -> dict[str, Any]:
+    def decode(self, tokens: list[int], new: int, drafter: str) -> dict[str, Any]:
         from specexport.runtime import SamplingParams, Session
 
-        session = Session(self.bundle, drafter="suffix" if lookup else "none", engine=self.engine)
-        result = session.generate(tokens, SamplingParams(max_tokens=new))
+        name = "suffix" if drafter == LOOKUP else drafter
+        if name not in self.sessions:
+            self.sessions[name] = Session(self.bundle, drafter=name, engine=self.engine, threads=self.threads)
+        self.sessions[name].forget()  # no answer reuses the cache of another
+        result = self.sessions[name].generate(tokens, SamplingParams(max_tokens=new))
         figures = result.statistics.as_dict()
         return {
             "prefill_s": figures["prefill_s"],
             "decode_s": figures["decode_s"],
             "tokens": list(result.token_ids),
             "tau": figures["tau"],
+            "decisions": figures["decisions"],
         }
 
 
@@ -99,8 +107,8 @@ class Genai:
             generator.rewind_to(past)
         return seconds[1:]
 
-    def decode(self, tokens: list[int], new: int, lookup: bool) -> dict[str, Any]:
-        generator = self._generator(lookup)
+    def decode(self, tokens: list[int], new: int, drafter: str) -> dict[str, Any]:
+        generator = self._generator(_lookup(drafter))
         begin = time.perf_counter()
         generator.append_tokens([tokens])
         generator.generate_next_token()
@@ -147,11 +155,12 @@ class OpenVino:
         # Its cache cannot be cut from here without a copy: repeats follow each other.
         return [run(past + index * width, past + (index + 1) * width) for index in range(repeats + 1)][1:]
 
-    def decode(self, tokens: list[int], new: int, lookup: bool) -> dict[str, Any]:
+    def decode(self, tokens: list[int], new: int, drafter: str) -> dict[str, Any]:
         import numpy as np
         import openvino as ov
         import openvino_genai as genai
 
+        lookup = _lookup(drafter)
         if lookup not in self.pipelines:
             options = dict(self.config)
             if lookup:
@@ -206,8 +215,8 @@ class LlamaCpp:
             model.n_tokens = past
         return seconds[1:]
 
-    def decode(self, tokens: list[int], new: int, lookup: bool) -> dict[str, Any]:
-        model = self._model(lookup)
+    def decode(self, tokens: list[int], new: int, drafter: str) -> dict[str, Any]:
+        model = self._model(_lookup(drafter))
         model.reset()
         begin = first = time.perf_counter()
         found: list[int] = []
@@ -245,9 +254,9 @@ class Transformers:
                 cache.crop(past)
         return seconds[1:]
 
-    def decode(self, tokens: list[int], new: int, lookup: bool) -> dict[str, Any]:
+    def decode(self, tokens: list[int], new: int, drafter: str) -> dict[str, Any]:
         ids = self.torch.tensor([tokens])
-        options = {"prompt_lookup_num_tokens": DRAFTS, "max_matching_ngram_size": NGRAM} if lookup else {}
+        options = {"prompt_lookup_num_tokens": DRAFTS, "max_matching_ngram_size": NGRAM} if _lookup(drafter) else {}
 
         def run(count: int) -> tuple[float, list[int]]:
             begin = time.perf_counter()
@@ -259,6 +268,28 @@ class Transformers:
         first, _ = run(1)
         seconds, found = run(new)
         return {"prefill_s": first, "decode_s": seconds - first, "tokens": found}
+
+
+def _lookup(drafter: str) -> bool:
+    """Whether a peer, which has nothing else, drafts with its lookup."""
+    if drafter not in (PLAIN, LOOKUP):
+        raise ValueError(f"drafter {drafter}: expected {PLAIN} or {LOOKUP} of an engine that is not ours")
+    return drafter == LOOKUP
+
+
+def memory() -> dict[str, int]:
+    """Bytes of this process: ``peak`` resident so far; resident now ``anonymous``, and pages of mapped ``files``."""
+
+    def read(path: str) -> dict[str, int]:
+        lines = (line.split() for line in Path(path).read_text().splitlines())
+        return {words[0]: int(words[1]) << 10 for words in lines if words[-1] == "kB"}
+
+    now = read("/proc/self/smaps_rollup")
+    return {
+        "peak": read("/proc/self/status")["VmHWM:"],
+        "anonymous": now["Anonymous:"],
+        "files": now["Rss:"] - now["Anonymous:"],
+    }
 
 
 #: Kinds that are not an engine of ours.
@@ -296,7 +327,7 @@ def main() -> None:
         request = json.loads(line)
         operation = request.pop("op")
         try:
-            found = getattr(engine, operation)(**request)
+            found = memory() if operation == "memory" else getattr(engine, operation)(**request)
             answer({"seconds": found} if operation == "step" else found)
         except Exception as error:
             answer({"error": f"{type(error).__name__}: {error}"})
