@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -164,9 +164,9 @@ def build(options: BuildOptions, progress: Progress) -> BuildResult:
         if draft is not None:
             graph = writer.path / DRAFT_FILE
             draft_plan, draft_precision = resolve(drafting, tied=draft.config.tie_word_embeddings)
-            _write_target(
-                graph, draft.checkpoint, draft.config, draft.slots, draft_plan, draft_precision, (), progress, "draft "
-            )
+            # What a draft model computes is a guess, whatever the width.
+            guess = replace(draft_precision, exact=False)
+            _write_target(graph, draft.checkpoint, draft.config, draft.slots, draft_plan, guess, (), progress, "draft ")
             with progress.stage("fingerprint draft"):
                 depth = options.draft_of(ModelDrafter.kind).depth
                 drafters.insert(0, write_record(draft, graph, depth, precision.activations))
@@ -289,7 +289,10 @@ def _write_target(
     progress: Progress,
     label: str = "",
 ) -> Packed | None:
-    """Export a target (or draft model) to ``graph``, its data and its lowering; ``label`` goes before stage names.
+    """Export a target (or draft model) to ``graph``, its data and its lowering.
+
+    Args:
+        precision: as its manifest says; ``exact`` decides the lowering. label: what stage names call it.
 
     Returns:
         Matrices that the lowering laid out, for drafters that share them; None without lowering.
@@ -303,8 +306,7 @@ def _write_target(
         progress.log(f"{label}weights in {gpu[0]} run on GPUs only: there is no lowering for the CPU")
         return None
     with progress.stage(f"lower {label}for CPU"):
-        exact = precision.exact and not label  # what a draft model computes is a guess, whatever the width
-        packed = lower_target(graph.parent, config, slots, activations, graph.name, exact=exact)
+        packed = lower_target(graph.parent, config, slots, activations, graph.name, exact=precision.exact)
         if packed is None:
             progress.log(
                 f"warning: heads of width {config.head_dim} have no fast attention on the CPU (it takes multiples "
