@@ -53,7 +53,7 @@ def inspect(bundle: Path, full: bool, paired: str | None, as_json: bool) -> None
     if paired is not None or _holds_heads(bundle):
         _inspect_head(str(bundle), paired, as_json)
         return
-    from specexport.exporter.inspect import describe, precision_words
+    from specexport.exporter.inspect import agreement_words, describe, precision_words
     from specexport.runtime.bundle import Bundle
 
     facts = describe(Bundle.load(bundle, check="full" if full else "fast"))
@@ -77,6 +77,11 @@ def inspect(bundle: Path, full: bool, paired: str | None, as_json: bool) -> None
             "default drafter": manifest["drafter"] or "none",
             **{
                 drafter["name"]: _draft_model(drafter) for drafter in manifest["drafters"] if drafter["kind"] == "model"
+            },
+            **{
+                f"{drafter['name']}, held out": agreement_words(drafter["agreement"])
+                for drafter in manifest["drafters"]
+                if drafter["agreement"]
             },
             "chat template": "yes" if derived["chat_template"] else "no",
             "source": lineage["source"] + (f" @ {lineage['revision']}" if lineage["revision"] else ""),

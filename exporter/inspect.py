@@ -65,6 +65,11 @@ def precision_words(precision: Mapping[str, Any]) -> str:
     )
 
 
+def agreement_words(agreement: Sequence[float]) -> str:
+    """Held-out agreement by depth in words: ``first choice right 61%, 56% by depth``."""
+    return f"first choice right {', '.join(f'{share:.0%}' for share in agreement)} by depth"
+
+
 def _verdict(bundle: Bundle) -> bool | None:
     """``passed`` of the report, None when there is no readable report."""
     passed = read_report(bundle.path).get("passed")
@@ -80,7 +85,8 @@ def describe_head(head: Head, warnings: Sequence[str] = ()) -> dict[str, Any]:
     Returns:
         ``head``: what the user named; ``record``: every field (a vocabulary map as its ``size``, ``first`` and ``last``
         target ids); ``tensors``: canonical name -> ``source`` (stored name) and ``shape``; ``words``: the record in
-        words, by topic; ``fingerprint`` (headers only) and ``warnings``.
+        words, by topic; ``agreement`` on held-out text, by depth, as training noted; ``fingerprint`` (headers only) and
+        ``warnings``.
     """
     record = {
         field.name: getattr(head.record, field.name)
@@ -95,7 +101,12 @@ def describe_head(head: Head, warnings: Sequence[str] = ()) -> dict[str, Any]:
     return {
         "head": head.source,
         "record": record | {"captures": head.record.captures},
-        "words": {"layout": f"{head.record.method}, {head.record.dialect}", **_words(head.record)},
+        "words": {
+            "layout": f"{head.record.method}, {head.record.dialect}",
+            **_words(head.record),
+            **({"held out": agreement_words(agreement)} if (agreement := head.agreement()) else {}),
+        },
+        "agreement": list(agreement),
         "tensors": {
             name: {"source": head.weights.origin(name), "shape": head.weights.shape(name)}
             for name in head.weights.names()

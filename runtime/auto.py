@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.controller import Controller, FeatureController
 from specexport.runtime.costs import NODE_SHARE, NODE_SHARES, Costs, LearnedCosts
@@ -12,8 +15,9 @@ from specexport.runtime.drafters.ngram import NgramDrafter
 from specexport.runtime.drafters.recycling import RecyclingDrafter
 from specexport.runtime.drafters.suffix import SuffixDrafter
 from specexport.runtime.engine import TargetEngine
+from specexport.runtime.expected import draft_shares, trained_priors
 from specexport.runtime.machine import this_machine
-from specexport.runtime.worth import Prior
+from specexport.runtime.worth import BESIDE_LOOKUPS, Prior
 
 AUTO = "auto"
 #: Widest tree that the controller may choose, the root included.
@@ -41,15 +45,23 @@ def default_policy(bundle: Bundle, engine_name: str, threads: int) -> str:
 def make_controller(
     bundle: Bundle, engine: TargetEngine, engine_name: str, threads: int, *, chains: bool = False
 ) -> Controller:
-    """A controller over the drafters of a bundle, with the costs that ``tune`` measured on this machine, else learnt.
+    """A controller over the drafters of a bundle.
+
+    It begins with the costs and chances that ``tune`` measured on this machine, else with what the bundle says of its
+    heads (:mod:`specexport.runtime.expected`).
 
     Args:
         engine_name, threads: what ``engine`` is, to find its profile. chains: see :class:`Controller`.
     """
     offered = bundle.manifest.drafters
     profile = find_profile(bundle, this_machine(engine_name, threads))
-    share = NODE_SHARES.get(bundle.manifest.target.precision.weights, NODE_SHARE)
-    costs: Costs = LearnedCosts(share) if profile is None else MeasuredCosts(profile)
+    costs: Costs
+    if profile is not None:
+        costs, priors = MeasuredCosts(profile), tuned_priors(profile)
+    else:
+        share = NODE_SHARES.get(bundle.manifest.target.precision.weights, NODE_SHARE)
+        drafts = draft_shares(bundle)
+        costs, priors = LearnedCosts(share, drafts), trained_priors(bundle, drafts, share)
     kinds = {info.kind for info in offered if info.kind in DRAFTERS}
     kinds -= {kind for kind, by in _COVERED.items() if by in kinds}
     if kinds > {RecyclingDrafter.name} and not recycling_joins(profile):
@@ -65,9 +77,11 @@ def make_controller(
         for info in offered
         if info.graph is not None and info.kind in GRAPH_DRAFTERS
     ]
+    if lookups:
+        priors = beside_lookups(priors)
     reads_features = any(isinstance(head, FeatureDrafter) for head in heads)
     kind = FeatureController if reads_features else Controller
-    return kind(lookups, heads, costs, max_nodes=MAX_NODES, chains=chains, priors=_priors(profile))
+    return kind(lookups, heads, costs, max_nodes=MAX_NODES, chains=chains, priors=priors)
 
 
 def recycling_joins(profile: DeviceProfile | None) -> bool:
@@ -76,12 +90,15 @@ def recycling_joins(profile: DeviceProfile | None) -> bool:
     return profile is not None and known is not None and known.seconds <= RECYCLING_SHARE * profile.cost.step_s(1, 0)
 
 
-def _priors(profile: DeviceProfile | None) -> dict[str, Prior]:
+def tuned_priors(profile: DeviceProfile) -> dict[str, Prior]:
     """What drafters add to plain decoding, by the acceptance and the costs that were measured."""
-    if profile is None:
-        return {}
     plain_s = MeasuredCosts(profile).step_s(1, profile.typical_used)
     best = {
         name: max(trees, key=lambda tree: tree.tau / tree.seconds) for name, trees in profile.trees.items() if trees
     }
     return {name: Prior(tree.tau - 1.0, tree.seconds / plain_s - 1.0) for name, tree in best.items()}
+
+
+def beside_lookups(priors: Mapping[str, Prior]) -> dict[str, Prior]:
+    """What is left of what drafters add to plain decoding where there are lookups as well."""
+    return {name: replace(prior, more=BESIDE_LOOKUPS * prior.more) for name, prior in priors.items()}

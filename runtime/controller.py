@@ -41,7 +41,7 @@ from specexport.runtime.merge import Draft, Joined, join
 from specexport.runtime.rules import SampledDrafter
 from specexport.runtime.sampling import SamplingParams
 from specexport.runtime.tree import Tree
-from specexport.runtime.worth import Head, Ledger, Prior, promise_of
+from specexport.runtime.worth import Head, Ledger, Prior, first_choice, promise_of
 
 #: Share of the time that is left of an answer which a head may take to catch up with the prompt.
 CATCH_UP = 0.02
@@ -104,7 +104,12 @@ class Controller:
         self.max_nodes = max_nodes
         self._chains = chains
         self._lookups = tuple(lookups)
-        self._heads = {head.name: Head(head, (priors or {}).get(head.name)) for head in heads}
+        known = {name: prior for name, prior in (priors or {}).items() if name in {head.name for head in heads}}
+        first = first_choice(known)
+        self._heads = {
+            head.name: Head(head, known.get(head.name), due=head.name not in known or head.name == first)
+            for head in heads
+        }
         self._all: tuple[Drafter, ...] = (*lookups, *heads)
         self._costs = costs
         self._widths = tuple(range(1, max_nodes + 1)) if widths is None else tuple(sorted({1, *widths}))
@@ -136,11 +141,11 @@ class Controller:
                 drafter.begin_sampling(params)
 
     def begin(self, tokens: Sequence[int], first: int) -> None:
-        """A new prompt; what was learnt about drafters and costs stays. Heads are due for a try: it is another text."""
+        """A new prompt; what was learnt about drafters and costs stays."""
         self._used, self._fresh, self._trees, self.decision = len(tokens), 0, [], None
         self._ledger.begin()
         for head in self._heads.values():
-            head.quiet = head.wait
+            head.begin()
         for drafter in self._all:
             drafter.begin(tokens, first)
 

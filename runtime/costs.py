@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 
@@ -24,9 +27,22 @@ class Costs(Protocol):
 #: Before anything was measured: each further node costs this share of a call of one node, by the format of the weights:
 #: the fewer bytes are read, the more it shows that there is something to compute. Seen on x86 CPUs.
 NODE_SHARE, NODE_SHARES = 0.05, {"int8": 0.1, "int4": 0.2}
-#: Before it was timed: a draft costs this share of a call of one node, each token that a drafter has to catch up with
-#: that one; and how far either may be off.
-DRAFT_SHARE, ROW_SHARE = (0.4, 0.4), (0.003, 0.003)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShare:
+    """What a draft is expected to cost before it was timed, as shares of a call of one node.
+
+    Attributes:
+        draft: of a proposal. row: of each token that the drafter has to catch up with. spread: how far either may be
+            off, as a share of itself.
+    """
+
+    draft: float = 0.4
+    row: float = 0.003
+    spread: float = 1.0
+
+
 #: Weight of the newest measurement.
 _RATE = 0.05
 #: A measurement beyond this multiple of what was expected is a hiccup of the machine and counts as the multiple.
@@ -48,10 +64,13 @@ class LearnedCosts:
 
     Args:
         node_share: what a further node costs before anything was measured, see :data:`NODE_SHARES`.
+        draft_shares: what drafts are expected to cost, by drafter.
     """
 
-    def __init__(self, node_share: float = NODE_SHARE) -> None:
-        self._node_share = node_share
+    def __init__(
+        self, node_share: float = NODE_SHARE, draft_shares: Mapping[str, DraftShare] = MappingProxyType({})
+    ) -> None:
+        self._node_share, self._draft_shares = node_share, draft_shares
         # Exponentially weighted sums of 1, x, t, x * x and x * t with x = T - 1.
         self._one = self._x = self._t = self._xx = self._xt = 0.0
         self._base, self._slope = 0.0, 0.0
@@ -66,8 +85,7 @@ class LearnedCosts:
         return max(0.5 * self._base, self._base + self._slope * (nodes - 1) + departure * seen / (seen + _PRIOR))
 
     def draft_s(self, name: str, behind: int = 0) -> float:
-        known = self._drafts.get(name) or _DraftTime(self.step_s(1, 0))
-        return known.seconds(behind)
+        return (self._drafts.get(name) or self._unknown(name)).seconds(behind)
 
     def observe_step(self, nodes: int, used: int, seconds: float) -> None:
         if self._one:
@@ -94,8 +112,11 @@ class LearnedCosts:
     def observe_draft(self, name: str, seconds: float, behind: int = 0) -> None:
         known = self._drafts.get(name)
         if known is None:
-            known = self._drafts[name] = _DraftTime(self.step_s(1, 0))
+            known = self._drafts[name] = self._unknown(name)
         known.observe(seconds, behind)
+
+    def _unknown(self, name: str) -> _DraftTime:
+        return _DraftTime(self.step_s(1, 0), self._draft_shares.get(name, DraftShare()))
 
 
 class _DraftTime:
@@ -104,13 +125,13 @@ class _DraftTime:
     The first proposal after a prompt shows their sum; what is known beforehand splits it.
 
     Args:
-        step_s: time of a call of one node.
+        step_s: time of a call of one node. share: what is expected of it.
     """
 
-    def __init__(self, step_s: float) -> None:
-        self._draft_s, self._row_s = DRAFT_SHARE[0] * step_s, ROW_SHARE[0] * step_s
+    def __init__(self, step_s: float, share: DraftShare) -> None:
+        self._draft_s, self._row_s = share.draft * step_s, share.row * step_s
         # Variances of the two, and their covariance.
-        self._draft, self._row, self._both = (DRAFT_SHARE[1] * step_s) ** 2, (ROW_SHARE[1] * step_s) ** 2, 0.0
+        self._draft, self._row, self._both = (share.spread * self._draft_s) ** 2, (share.spread * self._row_s) ** 2, 0.0
 
     def seconds(self, behind: int) -> float:
         """Of a proposal."""

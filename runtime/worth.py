@@ -6,6 +6,7 @@ All times here are in plain steps (calls of one node), so that a machine which i
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specexport.runtime.drafters.base import Drafter, LaggingDrafter, StepwiseDrafter
@@ -25,7 +26,10 @@ PROBE_FIRST, PROBE_MOST = 2, 32
 PROMISES = (0.25, 0.75, 1.5, 3.0)
 _CLASSES = len(PROMISES) + 1
 #: Weight of the newest step in what a head's drafts are worth, and of a try.
-_RATE, _PROBE_RATE = 0.2, 0.4
+_RATE, _PROBE_RATE = 0.1, 0.2
+#: What a head adds beside lookups that promise so much, of what it adds beside those that promise nothing; and of what
+#: it adds to plain decoding it adds this beside the latter: where lookups find nothing the text is hard for all.
+_BESIDE, BESIDE_LOOKUPS = (1.0, 0.65, 0.5, 0.4, 0.3), 0.6
 #: Steps with other promises, or as was known beforehand, that the steps with one promise are weighed against.
 _SHARED = 4.0
 #: How much of what a head promised and of what it gave is left a step, and tokens that both begin with.
@@ -46,9 +50,23 @@ class Prior:
     more: float
     cost: float
 
+    @property
+    def rate(self) -> float:
+        """Tokens a plain step's time."""
+        return (1.0 + self.more) / (1.0 + self.cost)
+
+
+def first_choice(priors: Mapping[str, Prior]) -> str | None:
+    """The head that is expected to be worth most; None if none is expected to pay."""
+    best = max(priors, key=lambda name: priors[name].rate, default=None)
+    return best if best is not None and priors[best].rate > 1.0 else None
+
 
 class Mean:
-    """Tokens that a head adds to a step, as its drafts promise, and what that costs, in means of the last steps."""
+    """Tokens that a head adds to a step, as its drafts promise, and what that costs, in means of the last steps.
+
+    That of all steps is of tokens beside lookups that promise nothing.
+    """
 
     def __init__(self, prior: Prior | None = None) -> None:
         self.more, self.cost = (prior.more, prior.cost) if prior else (0.0, 0.0)
@@ -63,35 +81,41 @@ class Mean:
 class Head:
     """A drafter that costs a call, and what its drafts were worth lately, by promise of the lookups.
 
+    Args:
+        prior: what is known of it beforehand. due: it is tried, or asked, from the first step on; a head that is not
+            expected to be worth most waits.
+
     Attributes:
         quiet: steps since it was asked. wait: steps between two tries.
     """
 
-    def __init__(self, drafter: Drafter, prior: Prior | None) -> None:
+    def __init__(self, drafter: Drafter, prior: Prior | None, *, due: bool = True) -> None:
         self.drafter, self.name = drafter, drafter.name
         self.stepwise = isinstance(drafter, StepwiseDrafter)
         self._lagging = drafter if isinstance(drafter, LaggingDrafter) else None
         self._overall = Mean(prior)
         self._classes = [Mean() for _ in range(_CLASSES)]
-        self._on = [prior is not None and prior.more > prior.cost] * _CLASSES
-        self._promised = self._gained = 0.0
-        self.quiet = self.wait = PROBE_FIRST
+        self._on = [due and prior is not None and share * prior.more > prior.cost for share in _BESIDE]
+        self._promised, self._gained = [0.0] * _CLASSES, [0.0] * _CLASSES
+        self.wait = PROBE_FIRST if due else PROBE_MOST
+        self.quiet = PROBE_FIRST if due else 0
 
-    @property
-    def known(self) -> bool:
-        """It was asked before, or something was known beforehand."""
-        return self._overall.seen > 0.0
+    def begin(self) -> None:
+        """Another text: what paid now and then is due for a try."""
+        if self.wait < PROBE_MOST:
+            self.quiet = self.wait
 
     @property
     def behind(self) -> int:
         """Tokens that it has to catch up with."""
         return self._lagging.behind if self._lagging else 0
 
-    @property
-    def truth(self) -> float:
-        """Tokens that came of each that was promised: the best of many estimates is too good on average, and the more
-        so the less is known of the drafts."""
-        return (self._gained + _TRUSTED) / (max(0.0, self._promised) + _TRUSTED)
+    def truth(self, promise: int) -> float:
+        """Tokens that came of each that was promised, in steps with this promise of the lookups: the best of many
+        estimates is too good on average, and the more so the less is known of the drafts and the more the lookups say.
+        """
+        overall = _truth(sum(self._gained), sum(self._promised), 1.0)
+        return _truth(self._gained[promise], self._promised[promise], overall)
 
     def worth(self, promise: int, price: float) -> float:
         """Plain steps that asking it saves in a step with this promise of the lookups, while it is asked every step:
@@ -101,9 +125,9 @@ class Head:
             price: tokens that a plain step's time is worth.
         """
         mine, all_ = self._classes[promise], self._overall
-        more = (mine.seen * mine.more + _SHARED * all_.more) / (mine.seen + _SHARED)
+        more = (mine.seen * mine.more + _SHARED * _BESIDE[promise] * all_.more) / (mine.seen + _SHARED)
         cost = (mine.seen * mine.cost + _SHARED * all_.cost) / (mine.seen + _SHARED)
-        return self.truth * more / price - cost
+        return self.truth(promise) * more / price - cost
 
     def margin(self, promise: int, price: float) -> float:
         """What is left of its worth after hysteresis; it pays if that is positive."""
@@ -116,14 +140,20 @@ class Head:
             more, gained: tokens beyond those of the lookups that were promised, and that came. cost: how much longer
                 the step took, but for catching up.
         """
-        self._promised = _KEPT * self._promised + more
-        self._gained = _KEPT * self._gained + gained
+        for sums, fresh in ((self._promised, more), (self._gained, gained)):
+            sums[:] = [_KEPT * each for each in sums]
+            sums[promise] += fresh
         rate = _PROBE_RATE if tried else _RATE
-        self._overall.learn(more, cost, rate)
+        self._overall.learn(more / _BESIDE[promise], cost, rate)
         self._classes[promise].learn(more, cost, rate)
         self._on[promise] = self.margin(promise, price) > 0.0
         self.quiet = 0
         self.wait = PROBE_FIRST if self._on[promise] else min(PROBE_MOST, 2 * self.wait)
+
+
+def _truth(gained: float, promised: float, expected: float) -> float:
+    """Share of what was promised that was gained; ``expected`` before anything was."""
+    return (gained + _TRUSTED * expected) / (max(0.0, promised) + _TRUSTED)
 
 
 class Ledger:

@@ -2,7 +2,7 @@
 
     python scripts/policy_lab.py record BUNDLE --suite question.jsonl.gz --count 10 -o answers.jsonl
     python scripts/policy_lab.py compare answers.jsonl --costs BUNDLE/profiles/MACHINE.json [--chains]
-    python scripts/policy_lab.py compare answers.jsonl --costs .. --learned --noise 0.2 --fresh
+    python scripts/policy_lab.py compare answers.jsonl --costs .. --learned --noise 0.2 --fresh --bundle BUNDLE
 
 ``record`` answers prompts plainly and asks every head of the bundle at every token; it goes on where it was stopped.
 ``compare`` runs ``auto`` and every fixed policy (each drafter at each width) along those answers and shows, by task,
@@ -10,13 +10,14 @@ the median speedup over plain decoding in the decode phase and how ``auto`` stan
 lives through all answers, as in a server. Drafting costs what ``tune`` measured; the time that the controller itself
 takes is measured while it runs and added. ``--learned``: it does not know the curve but learns it from the steps, and
 with ``--noise`` from what a machine that others use too would show it; compared are the true times all the same.
-``--fresh``: every answer has a drafter of its own, as in a process that answers once.
+``--fresh``: every answer has drafters of its own, whatever the policy, as in a process that answers once.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from math import exp
 from pathlib import Path
 from random import Random
@@ -27,14 +28,16 @@ from specexport.exporter.bench.replay import Recorded, RecordedHead, Step, read_
 from specexport.exporter.bench.suites import SuitePrompt, read_suite
 from specexport.exporter.progress import Progress
 from specexport.runtime import Bundle, SamplingParams, Session
-from specexport.runtime.auto import MAX_NODES, recycling_joins
+from specexport.runtime.auto import MAX_NODES, beside_lookups, recycling_joins, tuned_priors
 from specexport.runtime.controller import Controller
-from specexport.runtime.costs import NODE_SHARE, NODE_SHARES, LearnedCosts
+from specexport.runtime.costs import NODE_SHARE, NODE_SHARES, DraftShare, LearnedCosts
 from specexport.runtime.device_profile import DeviceProfile, MeasuredCosts
 from specexport.runtime.drafters import DRAFTERS, Drafter, make_drafter
 from specexport.runtime.engine import find_engine
+from specexport.runtime.expected import draft_shares, trained_priors
 from specexport.runtime.records import parse_json, read_record
 from specexport.runtime.session import find_drafter
+from specexport.runtime.worth import Prior
 
 WIDTHS = (2, 3, 4, 5, 6, 8, 12, 16)
 #: V of rows of logits; ids are below it.
@@ -88,40 +91,68 @@ class Mood:
 class ToldDrafts(LearnedCosts):
     """Learns steps from what it is told, and drafts from what they cost on the machine that was tuned, in its mood."""
 
-    def __init__(self, costs: MeasuredCosts, mood: Mood, node_share: float) -> None:
-        super().__init__(node_share)
+    def __init__(self, costs: MeasuredCosts, mood: Mood, expected: Expected) -> None:
+        super().__init__(expected.node_share, expected.shares)
         self._true, self._mood = costs, mood
 
     def observe_draft(self, name: str, seconds: float, behind: int = 0) -> None:
         super().observe_draft(name, self._true.draft_s(name, behind) * self._mood.factor(), behind)
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a controller that learns begins with: costs of nodes and drafts, and what heads are expected to bring."""
+
+    node_share: float
+    shares: dict[str, DraftShare] = field(default_factory=dict)
+    priors: dict[str, Prior] = field(default_factory=dict)
+
+    @staticmethod
+    def of(bundle: Bundle) -> Expected:
+        """What a session of this bundle begins with if it is not tuned."""
+        node_share = NODE_SHARES.get(bundle.manifest.target.precision.weights, NODE_SHARE)
+        shares = draft_shares(bundle)
+        return Expected(node_share, shares, beside_lookups(trained_priors(bundle, shares, node_share)))
+
+
 class Lab:
-    """Answers, and what steps and drafts cost."""
+    """Answers, and what steps and drafts cost.
+
+    Args:
+        fresh: no drafter sees more than one answer.
+    """
 
     def __init__(
-        self, answers: Sequence[Recorded], profile: DeviceProfile, chains: bool, spread: float, node_share: float
+        self,
+        answers: Sequence[Recorded],
+        profile: DeviceProfile,
+        chains: bool,
+        spread: float,
+        expected: Expected,
+        fresh: bool,
     ) -> None:
-        self.answers, self.profile, self.chains = answers, profile, chains
-        self.costs, self.mood, self.node_share = MeasuredCosts(profile), Mood(spread), node_share
+        self.answers, self.profile, self.chains, self.fresh = answers, profile, chains, fresh
+        self.costs, self.mood, self.expected = MeasuredCosts(profile), Mood(spread), expected
         self.heads = sorted(answers[0].trees)
 
-    def run(
-        self, answers: Sequence[Recorded], drafter: Drafter | None, heads: Sequence[RecordedHead], nodes: int
-    ) -> list[list[Step]]:
-        """Steps of every answer."""
-        return [
-            replay(
-                answer,
-                drafter,
-                heads,
-                nodes=nodes,
-                chains=self.chains,
-                vocab_size=VOCABULARY,
-                step_s=lambda width, used: self.costs.step_s(width, used) * self.mood.factor(),
+    def run(self, make: Callable[[], tuple[Drafter | None, list[RecordedHead]]], nodes: int) -> list[list[Step]]:
+        """Steps of every answer; ``make`` makes a drafter and says which heads are in it."""
+        runs, (drafter, heads) = [], make()
+        for place, answer in enumerate(self.answers):
+            if self.fresh and place:
+                drafter, heads = make()
+            runs.append(
+                replay(
+                    answer,
+                    drafter,
+                    heads,
+                    nodes=nodes,
+                    chains=self.chains,
+                    vocab_size=VOCABULARY,
+                    step_s=lambda width, used: self.costs.step_s(width, used) * self.mood.factor(),
+                )
             )
-            for answer in answers
-        ]
+        return runs
 
     def seconds(self, runs: Sequence[Sequence[Step]], more_s: float) -> list[float]:
         """Time of every answer; ``more_s`` is what each step costs beside target and heads."""
@@ -137,24 +168,22 @@ class Lab:
 
     def fixed(self, name: str, nodes: int) -> list[float]:
         """Seconds of every answer with one drafter, or ``none``."""
-        heads = [self.head(name)] if name in self.heads else []
-        drafter = heads[0] if heads else make_drafter(name, VOCABULARY)
-        runs = self.run(self.answers, drafter, heads, nodes)
-        return self.seconds(runs, 0.0 if heads or not drafter else self.costs.draft_s(name))
+
+        def make() -> tuple[Drafter | None, list[RecordedHead]]:
+            heads = [self.head(name)] if name in self.heads else []
+            return (heads[0] if heads else make_drafter(name, VOCABULARY)), heads
+
+        return self.seconds(self.run(make, nodes), self.costs.draft_s(name) if name in DRAFTERS else 0.0)
 
     def head(self, name: str) -> RecordedHead:
         """One that has to catch up if that was seen to cost anything."""
         known = self.profile.drafts.get(name)
         return RecordedHead(name, lags=known is None or known.row_s > 0.0)
 
-    def auto(self, learned: bool, fresh: bool) -> tuple[list[list[Step]], float]:
+    def auto(self, learned: bool) -> tuple[list[list[Step]], float]:
         """Steps of every answer with the controller, and the seconds that it takes itself for each."""
         begun = process_time()
-        runs = [
-            run
-            for answers in ([[answer] for answer in self.answers] if fresh else [self.answers])
-            for run in self.run(answers, *self.controller(learned), MAX_NODES)
-        ]
+        runs = self.run(lambda: self.controller(learned), MAX_NODES)
         return runs, (process_time() - begun) / sum(map(len, runs))
 
     def controller(self, learned: bool) -> tuple[Controller, list[RecordedHead]]:
@@ -162,8 +191,9 @@ class Lab:
         names = ["suffix", *(["recycling"] if not learned and recycling_joins(self.profile) else [])]
         lookups = [drafter for name in names if (drafter := make_drafter(name, VOCABULARY))]
         heads = [self.head(name) for name in self.heads]
-        costs = ToldDrafts(self.costs, self.mood, self.node_share) if learned else self.costs
-        return Controller(lookups, heads, costs, max_nodes=MAX_NODES, chains=self.chains), heads
+        costs = ToldDrafts(self.costs, self.mood, self.expected) if learned else self.costs
+        priors = self.expected.priors if learned else beside_lookups(tuned_priors(self.profile))
+        return Controller(lookups, heads, costs, max_nodes=MAX_NODES, chains=self.chains, priors=priors), heads
 
 
 def compare(arguments: argparse.Namespace) -> None:
@@ -176,11 +206,12 @@ def compare(arguments: argparse.Namespace) -> None:
         profile,
         arguments.chains or profile.chains,
         arguments.noise,
-        NODE_SHARES.get(arguments.precision, NODE_SHARE),
+        Expected(NODE_SHARE) if arguments.bundle is None else Expected.of(Bundle.load(arguments.bundle)),
+        arguments.fresh,
     )
     plain = lab.fixed("none", 1)
     policies = {(name, nodes): lab.fixed(name, nodes) for name in [*DRAFTERS, *lab.heads] for nodes in WIDTHS}
-    runs, own_s = lab.auto(arguments.learned, arguments.fresh)
+    runs, own_s = lab.auto(arguments.learned)
     auto = lab.seconds(runs, own_s)
     print(f"auto's own time: {1e3 * own_s:.2f} ms a step")
     print(
@@ -224,8 +255,8 @@ def main() -> None:
     verb.add_argument(
         "--noise", type=float, default=0.0, help="Of what it is told: standard deviation of the logarithm."
     )
-    verb.add_argument("--precision", default="fp32", help="Of the weights, with --learned.")
-    verb.add_argument("--fresh", action="store_true", help="A drafter of its own for every answer.")
+    verb.add_argument("--bundle", type=Path, help="With --learned: what it says of its heads is known beforehand.")
+    verb.add_argument("--fresh", action="store_true", help="Drafters of its own for every answer.")
     verb.add_argument("--mixed", action="store_true", help="Tasks in turn instead of one after the other.")
     arguments = parser.parse_args()
     arguments.run(arguments)

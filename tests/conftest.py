@@ -72,6 +72,7 @@ def manifest_dict() -> dict[str, Any]:
                 "options": {"memory": 4096, "strict": True},
                 "graph": None,
                 "tree": None,
+                "agreement": [],
             }
         ],
         "drafter": "suffix",

@@ -22,7 +22,9 @@ from specexport.exporter.keys import QUANTIZATION_KEYS
 from specexport.exporter.keys import Keys as Keys
 from specexport.exporter.quantize.stored import QUANTIZED
 from specexport.exporter.shards import StoredWeights, member
+from specexport.runtime.acceptance_table import MAX_DEPTH
 from specexport.runtime.errors import CheckpointError
+from specexport.runtime.records import RecordError, number, sequence
 
 #: What reads as floating point: quantised matrices dequantise.
 FLOATS = frozenset({"F64", "F32", "F16", "BF16", QUANTIZED})
@@ -235,6 +237,17 @@ class Head:
         """The head's own ``tokenizer.json``, None where it ships none. Raises CheckpointError if it is too large."""
         path = member(self.directory, "tokenizer.json")
         return None if path is None else read_text(path).encode()
+
+    def agreement(self) -> tuple[float, ...]:
+        """How often its first choice was right on held-out text, by depth, as our trainer noted; empty where it is not
+        ours. Raises CheckpointError for anything but shares."""
+        training = self.config.get(TRAINING)
+        held_out = training.get("held_out") if isinstance(training, dict) else None
+        found = held_out.get("agreement") if isinstance(held_out, dict) else None
+        try:
+            return () if found is None else sequence(number(0, 1), MAX_DEPTH)(found, f"{TRAINING}.held_out.agreement")
+        except RecordError as error:
+            raise CheckpointError(f"{self.source}: config.json: {error}; remove it if it is not known") from None
 
     def fingerprint(self, *, fast: bool = False) -> str:
         """What this head is: config and every tensor, as :meth:`Checkpoint.fingerprint`."""

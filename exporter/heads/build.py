@@ -134,7 +134,9 @@ def check_draft(head: Head, draft: DraftOptions) -> None:
 
     Raises:
         UsageError: the option, what it is and what is possible.
+        CheckpointError: what the head says of its training is no such thing.
     """
+    head.agreement()
     record = head.record
     if isinstance(record, MedusaRecord):
         width, rows = medusa_topk(draft), record.vocab_size
@@ -220,4 +222,5 @@ def write_drafter(
         options = {"nodes": tree.nodes, "depth": tree.depth, "slots": rows, "max_positions": record.max_positions}
     vocabulary = None if ids is None else write_vocabulary(graph, ids)
     options |= {"rows": valid, "vocabulary": vocabulary}
-    return DrafterInfo(name=name, kind=record.method, options=options, graph=graph.name, tree=draft.tree)
+    info = DrafterInfo(name=name, kind=record.method, options=options, graph=graph.name, tree=draft.tree)
+    return replace(info, agreement=head.agreement()[: info.depth])

@@ -14,6 +14,7 @@ from specexport.runtime.decoder import Decoder
 from specexport.runtime.drafters import DRAFTERS, Drafter, DraftRequest, Observation, make_drafter
 from specexport.runtime.sampling import SamplingParams
 from specexport.runtime.tree import Tree
+from specexport.runtime.worth import Prior
 from tests.runtime.fake import FakeEngine, ToyModel
 from tests.runtime.loop import AllRight, AllWrong, Bushy, decode, reference
 
@@ -259,3 +260,26 @@ def test_tokens_are_those_of_plain_decoding(params: SamplingParams, seed: int) -
     tokens, statistics = decode(Decoder(FakeEngine(model, 300), controller, max_nodes=10), model, prompt, params, 150)
     assert tokens == truth
     assert statistics.tau > 1
+
+
+def test_a_head_that_is_known_to_pay_is_asked_at_once_and_one_known_to_lose_later() -> None:
+    priors = {"good": Prior(1.5, 0.4), "poor": Prior(0.2, 0.3), "second": Prior(0.6, 0.4)}
+    world, costs = World(), Curve(0.05, good=0.2, poor=0.2, second=0.2)
+    heads = [Guess(world, name, lambda _: 0.6, 0.6, seed=seed) for seed, name in enumerate(priors)]
+    controller = Controller([], heads, costs, max_nodes=8, priors=priors)
+    controller.begin([0], 0)
+    simulate(controller, world, costs, heads, 30)
+    assert [head.asked for head in heads] == [29, 0, 0]  # the first step is timed
+
+
+def test_a_false_promise_costs_little_and_an_unkind_one_is_found_out() -> None:
+    def rate(right: float, prior: Prior, steps: int) -> tuple[float, Guess]:
+        world, costs = World(), Curve(0.05, head=0.5)
+        head = Guess(world, "head", lambda _: right, 0.6)
+        controller = Controller([], [head], costs, max_nodes=8, priors={"head": prior})
+        controller.begin([0], 0)
+        return simulate(controller, world, costs, [head], steps), head
+
+    assert rate(0.0, Prior(5.0, 0.1), 300)[0] > 0.97
+    found, head = rate(0.9, Prior(0.0, 0.5), 300)
+    assert head.asked > 200 and found > 2.0

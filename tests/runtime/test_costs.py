@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from specexport.runtime.costs import NODE_SHARE, NODE_SHARES, LearnedCosts
+from specexport.runtime.costs import NODE_SHARE, NODE_SHARES, DraftShare, LearnedCosts
 
 
 def test_the_line_is_found_in_noise_and_followed_when_it_moves() -> None:
@@ -61,3 +61,14 @@ def test_a_hiccup_of_the_machine_is_no_cost() -> None:
     costs.observe_step(8, 0, 100.0)
     costs.observe_draft("head", 100.0)
     assert costs.step_s(8, 0) < 0.012 and costs.draft_s("head") < 0.003
+
+
+def test_what_is_expected_of_a_draft_holds_until_it_is_timed_and_only_for_its_drafter() -> None:
+    costs = LearnedCosts(draft_shares={"head": DraftShare(draft=0.1, row=0.001, spread=0.5)})
+    costs.observe_step(1, 0, 0.02)
+    assert costs.draft_s("head") == pytest.approx(0.1 * costs.step_s(1, 0))
+    assert costs.draft_s("head", 100) == pytest.approx(2 * costs.draft_s("head"))
+    assert costs.draft_s("other") == pytest.approx(DraftShare().draft * costs.step_s(1, 0))
+    for _ in range(20):
+        costs.observe_draft("head", 0.006)
+    assert costs.draft_s("head") == pytest.approx(0.006, rel=0.1)

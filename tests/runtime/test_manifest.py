@@ -22,6 +22,18 @@ def test_round_trip(manifest_dict: Data) -> None:
     assert manifest.drafters[0].options == {"memory": 4096, "strict": True}
 
 
+def test_agreement_has_at_most_a_number_a_depth_and_may_be_missing(manifest_dict: Data) -> None:
+    graph = {"drafter.eagle3.onnx": {"bytes": 3, "sha256": "0" * 64}}
+    head = {"name": "eagle3", "kind": "eagle3", "options": {"depth": 2}, "graph": "drafter.eagle3.onnx", "tree": None}
+    manifest_dict |= {"files": graph, "drafters": [head]} | {"drafter": "eagle3"}
+    assert Manifest.from_dict(manifest_dict).drafters[0].agreement == ()
+    head["agreement"] = [0.6, 1]
+    assert Manifest.from_dict(manifest_dict).drafters[0].agreement == (0.6, 1.0)
+    head["agreement"] = [0.6, 0.5, 0.4]
+    with pytest.raises(BundleError, match=r"eagle3.agreement is .*, expected at most 2 numbers"):
+        Manifest.from_dict(manifest_dict)
+
+
 def _set(*path: str | int, value: Any) -> Callable[[Data], None]:
     def change(data: Any) -> None:
         for key in path[:-1]:
@@ -68,6 +80,13 @@ REFUSED: dict[str, tuple[Callable[[Data], None], str]] = {
         "different names",
     ),
     "odd engine name": (_set("engine", value="../x"), "engine is '../x'"),
+    "agreement of a lookup": (
+        _set("drafters", 0, "agreement", value=[0.5]),
+        "agreement is \\[0.5\\], expected at",
+    ),
+    "agreement above 1": (_set("drafters", 0, "agreement", value=[1.5]), "agreement\\[0\\] is 1.5, expected a number"),
+    "agreement not a number": (_set("drafters", 0, "agreement", value=[True]), "agreement\\[0\\] is True"),
+    "infinite agreement": (_set("drafters", 0, "agreement", value=[float("inf")]), "agreement\\[0\\] is inf"),
     "nested drafter option": (_set("drafters", 0, "options", "memory", value={}), "options.memory"),
     "infinite drafter option": (_set("drafters", 0, "options", "memory", value=float("inf")), "options.memory"),
     "bad hash": (_set("files", "a.onnx", value={"bytes": 1, "sha256": "0" * 63}), "sha256"),

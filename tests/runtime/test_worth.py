@@ -7,7 +7,19 @@ import random
 import pytest
 
 from specexport.runtime.drafters import make_drafter
-from specexport.runtime.worth import EXPLORE, EXPLORE_FIRST, EXPLORE_MOST, TRUST, Head, Ledger, Prior, promise_of
+from specexport.runtime.worth import (
+    EXPLORE,
+    EXPLORE_FIRST,
+    EXPLORE_MOST,
+    PROBE_FIRST,
+    PROBE_MOST,
+    TRUST,
+    Head,
+    Ledger,
+    Prior,
+    first_choice,
+    promise_of,
+)
 
 
 def head(prior: Prior | None = None) -> Head:
@@ -67,15 +79,58 @@ def test_a_new_prompt_changes_the_price_soon() -> None:
 
 def test_what_a_head_is_worth_follows_the_price_and_what_came_of_its_promises() -> None:
     good = head()
-    assert not good.known and good.margin(0, 1.0) < 0.0
+    assert good.margin(0, 1.0) < 0.0
     for _ in range(40):
         good.judge(promise_of(0.0), 1.5, 0.7, 1, 1.0, tried=False)
-    assert good.known and good.worth(0, 1.0) > 0.2 > -0.1 > good.worth(0, 3.0)
+    assert good.worth(0, 1.0) > 0.2 > -0.1 > good.worth(0, 3.0)
     before = good.worth(0, 1.0)
     for _ in range(40):
         good.judge(promise_of(0.0), 1.5, 0.7, 0, 1.0, tried=False)
-    assert good.truth < 0.5 and good.worth(0, 1.0) < 0.0 < before
+    assert good.truth(0) < 0.5 and good.worth(0, 1.0) < 0.0 < before
     assert head(Prior(2.0, 0.5)).margin(0, 1.0) > 1.0 and head(Prior(0.2, 0.5)).margin(0, 1.0) < 0.0
+
+
+def test_what_came_of_promises_is_told_apart_by_what_the_lookups_say() -> None:
+    """Joined with sure lookups a head promises as much and gives less."""
+    both = head()
+    for _ in range(40):
+        both.judge(0, 1.0, 0.3, 1, 1.0, tried=False)
+        both.judge(3, 1.0, 0.3, 0, 1.0, tried=False)
+    assert both.truth(0) > 0.8 > 0.4 > both.truth(3)
+    assert both.worth(0, 1.0) > 0.4 > 0.1 > both.worth(3, 1.0)
+
+
+def test_what_is_known_says_less_of_steps_with_sure_lookups() -> None:
+    known = head(Prior(1.0, 0.45))
+    assert known.worth(0, 1.0) == pytest.approx(0.55)
+    assert known.margin(1, 1.0) > 0.0 > known.margin(3, 1.0)
+
+
+def test_what_is_known_is_weak() -> None:
+    """Some tens of steps that show otherwise are believed."""
+    praised, blamed = head(Prior(2.0, 0.5)), head(Prior(0.1, 0.5))
+    for _ in range(20):
+        praised.judge(0, 0.1, 0.5, 0, 1.0, tried=False)
+        blamed.judge(0, 1.5, 0.5, 2, 1.0, tried=False)
+    assert praised.margin(0, 1.0) < 0.0 < blamed.margin(0, 1.0)
+
+
+def test_the_first_choice_is_the_best_rate_that_beats_plain_decoding() -> None:
+    dear, cheap, poor = Prior(1.0, 0.6), Prior(0.5, 0.1), Prior(0.3, 0.4)
+    assert first_choice({"dear": dear, "cheap": cheap, "poor": poor}) == "cheap"
+    assert first_choice({"poor": poor}) is None is first_choice({})
+
+
+def test_a_head_that_is_not_due_waits_whatever_the_prompt() -> None:
+    due = head()
+    assert due.quiet == due.wait == PROBE_FIRST
+    waiting = Head(due.drafter, Prior(0.1, 0.5), due=False)
+    waiting.begin()
+    assert (waiting.quiet, waiting.wait) == (0, PROBE_MOST)
+    for _ in range(3):
+        due.judge(0, 0.0, 0.5, 0, 1.0, tried=True)
+    due.begin()
+    assert due.quiet == due.wait == 8 * PROBE_FIRST
 
 
 def test_promises_fall_into_classes() -> None:

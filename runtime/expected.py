@@ -1,0 +1,76 @@
+"""What the heads of an untuned bundle are expected to cost and to bring, before one was asked.
+
+What a draft reads stands in the headers of the graphs; how often it is right in the bundle's acceptance tables (``train
+calibrate``) or in its manifest, for heads that were trained here. All of it is a guess that some tens of steps replace.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from operator import mul
+
+from specexport.runtime.bundle import TARGET_GRAPH, Bundle, inside
+from specexport.runtime.costs import DraftShare
+from specexport.runtime.device_profile import read_acceptance
+from specexport.runtime.drafters.model import ModelDrafter
+from specexport.runtime.errors import BundleError
+from specexport.runtime.initializers import draft_matrices, initializers, is_lm_head
+from specexport.runtime.worth import Prior
+
+#: How far the share of a draft by the bytes it reads is off, as a share of itself (seen on x86 CPUs: a half at most).
+_SPREAD = 0.5
+#: Bytes that a machine reads in the time of one product of a row that the drafter catches up with (seen there too).
+_ROW_BYTES = 0.15
+#: A share is never less: launching a graph takes time as well.
+_LEAST_DRAFT, _LEAST_ROW = 0.02, 0.0001
+
+
+def draft_shares(bundle: Bundle) -> dict[str, DraftShare]:
+    """What a proposal of each drafter with a graph costs by the bytes it reads, of those that a step reads.
+
+    Raises:
+        BundleError: a graph that is no ONNX file.
+    """
+    files = bundle.manifest.files
+    step = max(1, sum(files[name].bytes for name in (TARGET_GRAPH, f"{TARGET_GRAPH}.data") if name in files))
+    shares = {}
+    for info in bundle.manifest.drafters:
+        if info.graph is None:
+            continue
+        read = draft_matrices(initializers(inside(bundle.path, info.graph)))
+        # A recurrent head calls its matrices once a depth; Medusa's are all called once, a draft model's once a token.
+        calls = info.depth if "depth" in info.options and info.kind != ModelDrafter.kind else 1
+        products = sum(tensor.elements for tensor in read if not is_lm_head(tensor))
+        shares[info.name] = DraftShare(
+            draft=max(_LEAST_DRAFT, calls * sum(tensor.bytes for tensor in read) / step),
+            row=max(_LEAST_ROW, _ROW_BYTES * products / step),
+            spread=_SPREAD,
+        )
+    return shares
+
+
+def trained_priors(bundle: Bundle, shares: dict[str, DraftShare], node_share: float) -> dict[str, Prior]:
+    """What drafters add to plain decoding as chains of the best length, as far as the bundle says how often they are
+    right; acceptance that was counted on it goes before what training noted.
+
+    Args:
+        node_share: what a further node costs, see :data:`~specexport.runtime.costs.NODE_SHARES`.
+    """
+    try:
+        counted = read_acceptance(bundle)
+    except BundleError:  # as with profiles: what is no use must not stop a session
+        counted = None
+    priors = {}
+    for info in bundle.manifest.drafters:
+        table = counted.drafters.get(info.name) if counted else None
+        right = info.agreement if table is None else table.top1
+        share = shares.get(info.name)
+        if share is None or not right:
+            continue
+        calls = range(1, len(right) + 1) if info.kind == ModelDrafter.kind else [1] * len(right)
+        chains = [
+            Prior(more, call * share.draft + node_share * length)
+            for length, (call, more) in enumerate(zip(calls, accumulate(accumulate(right, mul)), strict=True), 1)
+        ]
+        priors[info.name] = max(chains, key=lambda prior: prior.rate)
+    return priors
