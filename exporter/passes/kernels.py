@@ -20,6 +20,8 @@ from specexport.runtime import contract
 DOMAIN = "specexport"
 #: ``gate`` of QuantizedProduct.
 SILU, GELU_TANH = 1, 2
+#: Largest block that a product takes: its sums have 32 bits.
+LARGEST_BLOCK = 65536
 #: Outputs of a panel; gates and their values take turns panel by panel.
 PANEL = 16
 
@@ -48,9 +50,12 @@ def lower(model: ir.Model, windows: Sequence[int | None] = ()) -> bool:
 
 
 def _fits(node: ir.Node) -> bool:
-    level, block = (node.attributes[name].as_int() for name in ("accuracy_level", "block_size"))
-    scales = node.inputs[2]
-    return level == FAST and block % PANEL == 0 and scales is not None and scales.dtype == ir.DataType.FLOAT
+    level, block, bits = (node.attributes[name].as_int() for name in ("accuracy_level", "block_size", "bits"))
+    _, codes, scales, zeros, *others = *node.inputs, None
+    if level != FAST or block % PANEL or block > LARGEST_BLOCK or bits not in (4, 8) or any(others):
+        return False  # the others are an order of columns and a bias
+    dtypes = [(codes, ir.DataType.UINT8), (scales, ir.DataType.FLOAT), (zeros, ir.DataType.UINT8)]
+    return all(value is None or (value.const_value is not None and value.dtype == dtype) for value, dtype in dtypes)
 
 
 def _user(value: ir.Value | None, op_type: str) -> ir.Node | None:

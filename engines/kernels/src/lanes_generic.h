@@ -46,12 +46,15 @@ static inline float largest(const V& a) {
   return m;
 }
 static inline V totals(const V* a) { V r; for (int i = 0; i < 16; ++i) r.v[i] = total(a[i]); return r; }
-// x rounded to whole numbers, and 2 to the power of n for whole n in [-126, 127].
+// x rounded to whole numbers, and 2 to the power of n for whole n in [-126, 127]; of a NaN anything.
 static inline V rounded(const V& a) { V r; for (int i = 0; i < 16; ++i) r.v[i] = __builtin_rintf(a.v[i]); return r; }
 static inline V power2(const V& n) {
   V r;
   for (int i = 0; i < 16; ++i) {
-    int32_t bits = (static_cast<int32_t>(n.v[i]) + 127) << 23;
+    const float shifted = n.v[i] + 8388735.0f;  // 2^23 + 127: the lowest bits are n + 127
+    uint32_t bits;
+    __builtin_memcpy(&bits, &shifted, 4);
+    bits <<= 23;
     __builtin_memcpy(&r.v[i], &bits, 4);
   }
   return r;

@@ -10,10 +10,13 @@
 //   -> [1, T, Hq D], present_k, present_v (where they are bound to the same memory nothing is copied)
 //   attributes num_heads, kv_num_heads, window (0 none), scale, epsilon
 #include <algorithm>
+#include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <exception>
 #include <iterator>
 #include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -29,6 +32,10 @@ namespace {
 constexpr double kSerialWork = 150e3;
 // And rows of fewer values than this are not worth one to be made ready.
 constexpr int64_t kSerialValues = 2048;
+// Sums of a block's products of codes, at most 256 * 127 each, stay within 31 bits.
+constexpr int kLargestBlock = 65536;
+// More outputs or values of a row than any model has; sizes made of them stay within 63 bits.
+constexpr int kLargestSize = 1 << 27;
 
 void check(const Api& api, OrtStatus* status) {
   if (status == nullptr) return;
@@ -86,18 +93,23 @@ float* output(const Api& api, OrtKernelContext* context, size_t index, const std
   return static_cast<float*>(data);
 }
 
+template <typename T>
+T attribute(const Api& api, const OrtKernelInfo* info, const char* name) {
+  T value{};
+  if (OrtStatus* status = api.attribute(info, name, &value)) {
+    api.free_status(status);
+    throw std::runtime_error(std::string("the attribute ") + name + " is missing or of another type");
+  }
+  return value;
+}
+
 int integer(const Api& api, const OrtKernelInfo* info, const char* name) {
-  int64_t value = 0;
-  check(api, api.attribute(info, name, &value));
-  expect(value >= 0 && value <= INT32_MAX, "an attribute is out of range");
+  const auto value = attribute<int64_t>(api, info, name);
+  if (value < 0 || value > INT32_MAX) throw std::runtime_error(std::string("the attribute ") + name + " is out of range");
   return static_cast<int>(value);
 }
 
-float real(const Api& api, const OrtKernelInfo* info, const char* name) {
-  float value = 0;
-  check(api, api.attribute(info, name, &value));
-  return value;
-}
+float real(const Api& api, const OrtKernelInfo* info, const char* name) { return attribute<float>(api, info, name); }
 
 // Memory of the calling thread that grows and stays.
 template <typename T>
@@ -106,11 +118,25 @@ T* scratch(std::vector<T>& memory, size_t count) {
   return memory.data();
 }
 
+// function(i) for all i below `total`, on the session's threads. The only exception it may throw is that there is no
+// memory; it must not reach ONNX Runtime's threads, which would end the process.
 template <typename Function>
 void parallel(const Api& api, const OrtKernelContext* context, size_t total, const Function& function) {
   if (total == 1) return function(0);
-  const auto call = [](void* data, size_t index) { (*static_cast<const Function*>(data))(index); };
-  check(api, api.parallel(context, call, total, const_cast<Function*>(&function)));
+  struct Call {
+    const Function& function;
+    std::atomic<bool> failed{false};
+  } call{function};
+  const auto run = [](void* data, size_t index) {
+    auto* each = static_cast<Call*>(data);
+    try {
+      each->function(index);
+    } catch (const std::bad_alloc&) {
+      each->failed = true;
+    }
+  };
+  check(api, api.parallel(context, run, total, &call));
+  if (call.failed) throw std::bad_alloc();
 }
 
 class QuantizedProduct {
@@ -126,7 +152,9 @@ class QuantizedProduct {
     const int gate = integer(api, info, "gate");
     epsilon_ = real(api, info, "epsilon");
     expect(bits == 4 || bits == 8, "bits must be 4 or 8");
-    expect(block >= 16 && block % 16 == 0 && outputs > 0 && width > 0, "sizes must be positive, blocks multiples of 16");
+    expect(outputs > 0 && outputs <= kLargestSize && width > 0 && width <= kLargestSize, "N and K must be 1 to 2^27");
+    expect(block >= 16 && block % 16 == 0 && block <= kLargestBlock,
+           "block_size must be a multiple of 16, at most 65536");
     expect(gate <= kGeluTanh && (gate == kNoGate || outputs % (2 * kLanes) == 0),
            "a gate needs a multiple of 32 outputs");
     gate_ = static_cast<Gate>(gate);
@@ -147,11 +175,15 @@ class QuantizedProduct {
 
   void compute(OrtKernelContext* context) {
     const Matrix& matrix = matrix_->view();
+    const OrtValue* zeros = nullptr;
+    check(api_, api_.input(context, 3, &zeros));
+    expect(zeros == nullptr || matrix.zeros != nullptr, "zero points must be constants");
     const Tensor x = input(api_, context, 0), gamma = input(api_, context, 4), skip = input(api_, context, 5);
     expect(!x.dims.empty() && x.dims.back() == width_, "x has another width than the matrix");
     expect(!gamma || gamma.count() == width_, "the norm has another width than the matrix");
     expect(!skip || skip.dims == x.dims, "x and skip differ in shape");
     const int64_t rows = x.count() / width_;
+    expect(rows <= INT32_MAX, "x has too many rows");
     const int64_t columns = gate_ == kNoGate ? matrix.outputs : matrix.outputs / 2;
     std::vector<int64_t> dims = x.dims;
     dims.back() = columns;
@@ -168,7 +200,7 @@ class QuantizedProduct {
       thread_local std::vector<float> normed;
       const auto row = static_cast<int64_t>(index);
       const float* from = x.floats() + row * width_;
-      if (gamma || skip) {
+      if (gamma || skip || sum != nullptr) {
         float* to = scratch(normed, static_cast<size_t>(width_));
         float* kept = sum != nullptr ? sum + row * width_ : to;
         kernels().norm(from, skip ? skip.floats() + row * width_ : nullptr, gamma ? gamma.floats() : nullptr, epsilon_,
@@ -241,6 +273,7 @@ class TreeAttention {
            "caches must be [1, kv_num_heads, slots, width]");
     const int64_t slots = past_k.dims[2], width = past_k.dims[3], nodes = positions.count();
     expect(width > 0 && width <= 1024, "heads must have 1 to 1024 values");
+    expect(slots <= INT32_MAX && nodes <= INT32_MAX, "caches or calls have too many rows");
     const bool packed = !key;
     const int64_t all = packed ? heads_ + 2 * kv_heads_ : heads_;
     expect(query.count() == nodes * all * width, "query has another size than positions and heads say");
@@ -268,11 +301,16 @@ class TreeAttention {
     call.past = *static_cast<const int64_t*>(past.data);
     call.tree = static_cast<const uint8_t*>(tree.data);
     expect(call.past >= 0 && call.past <= slots - nodes, "the call does not fit the cache");
+    for (int64_t t = 0; t < nodes; ++t) {
+      expect(call.positions[t] >= 0, "a position is negative");
+      expect(call.tree[t * nodes + t] != 0, "a node does not see itself");
+    }
+    expect(!cosine == !sine, "cosines and sines come together");
     if (cosine) {
       expect(cosine.dims.size() == 2 && cosine.dims == sine.dims && 2 * cosine.dims[1] <= width,
              "rotation tables must be [positions, pairs]");
       for (int64_t t = 0; t < nodes; ++t)
-        expect(call.positions[t] >= 0 && call.positions[t] < cosine.dims[0], "a position is beyond the rotation tables");
+        expect(call.positions[t] < cosine.dims[0], "a position is beyond the rotation tables");
       call.rotated = static_cast<int>(cosine.dims[1]);
       call.cosine = cosine.floats();
       call.sine = sine.floats();
@@ -318,6 +356,14 @@ class TreeAttention {
   float scale_ = 0, epsilon_ = 0;
 };
 
+// What went wrong, for ONNX Runtime. Nothing is allocated, as memory may be what is missing.
+template <typename Kernel>
+OrtStatus* failure(const Api& api, const std::exception& error) {
+  char text[256];
+  std::snprintf(text, sizeof text, "%s: %s", Kernel::kName, error.what());
+  return api.error(text);
+}
+
 // An operator's description for ONNX Runtime.
 template <typename Kernel>
 const OrtCustomOp* describe() {
@@ -343,7 +389,7 @@ const OrtCustomOp* describe() {
         *kernel = new Kernel(api, info);
         return nullptr;
       } catch (const std::exception& error) {
-        return api.error((std::string(Kernel::kName) + ": " + error.what()).c_str());
+        return failure<Kernel>(api, error);
       }
     };
     op.compute = [](void* kernel, OrtKernelContext* context) -> OrtStatus* {
@@ -351,13 +397,24 @@ const OrtCustomOp* describe() {
         static_cast<Kernel*>(kernel)->compute(context);
         return nullptr;
       } catch (const std::exception& error) {
-        return static_cast<Kernel*>(kernel)->api().error((std::string(Kernel::kName) + ": " + error.what()).c_str());
+        return failure<Kernel>(static_cast<Kernel*>(kernel)->api(), error);
       }
     };
     op.destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
     return op;
   }();
   return &description;
+}
+
+// The domain with its operators, null where there is no memory for it.
+OrtCustomOpDomain* make_domain(const Api& api) {
+  OrtCustomOpDomain* made = nullptr;
+  OrtStatus* status = api.make_domain("specexport", &made);
+  if (status == nullptr) status = api.add_op(made, describe<QuantizedProduct>());
+  if (status == nullptr) status = api.add_op(made, describe<TreeAttention>());
+  if (status == nullptr) return made;
+  api.free_status(status);
+  return nullptr;
 }
 
 }  // namespace
@@ -370,13 +427,7 @@ extern "C" __attribute__((visibility("default"))) specexport::OrtStatus* Registe
   const OrtApi* table = base->get(kApiVersion);
   if (table == nullptr) return nullptr;  // older than 1.17: its graphs with these operators will not load
   const Api api(table);
-  static OrtCustomOpDomain* domain = nullptr;
-  if (domain == nullptr) {
-    OrtCustomOpDomain* made = nullptr;
-    if (OrtStatus* status = api.make_domain("specexport", &made)) return status;
-    if (OrtStatus* status = api.add_op(made, describe<QuantizedProduct>())) return status;
-    if (OrtStatus* status = api.add_op(made, describe<TreeAttention>())) return status;
-    domain = made;
-  }
+  static OrtCustomOpDomain* const domain = make_domain(api);  // once, also where threads open sessions together
+  if (domain == nullptr) return api.error("specexport's operators could not be made");
   return api.add_domain(options, domain);
 }

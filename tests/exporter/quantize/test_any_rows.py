@@ -1,4 +1,5 @@
-"""Rows of quantised targets that do not depend on how many share a call, with attention alone computed in pairs."""
+"""Rows of quantised targets that do not depend on how many share a call, with attention alone computed in pairs: by
+ONNX Runtime's own kernels, as ours need no pairs (``tests/engines/kernels``)."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from specexport.engines import ort
 from specexport.engines.ort import CPU_ANY_ROWS, CPU_TARGET_FILE, OrtEngine
 from specexport.exporter.config import TargetConfig
 from specexport.exporter.lower import lower_target
@@ -28,6 +30,11 @@ WIDTHS = (2, 3, 4, 5, 8, 72)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """A case whose rows hold several of the largest blocks."""
     monkeypatch.setitem(CASES, "llama-wide", ("Llama", {"hidden_size": 256, "intermediate_size": 384}))
+
+
+@pytest.fixture(autouse=True)
+def without_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ort, "kernels_library", lambda: None)
 
 
 def save(case: str, folder: Path, precision: PrecisionOptions) -> TargetConfig:
