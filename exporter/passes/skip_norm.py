@@ -46,7 +46,7 @@ def _fuse(graph: ir.Graph, add: ir.Node, norm: ir.Node) -> None:
     graph.insert_before(norm, fused)
     normed, _, _, total = fused.outputs
     for old, new in ((norm.outputs[0], normed), (add.outputs[0], total)):
-        new.name, new.type = old.name, old.type
+        new.name, new.shape, new.type = old.name, old.shape, old.type
         old.name = None
         old.replace_all_uses_with(new, replace_graph_outputs=True)
     graph.remove([norm, add], safe=True)

@@ -13,6 +13,7 @@ import pytest
 from specexport.engines import ort, ort_session
 from specexport.engines.ort import OrtEngine, cpu_files, kernels_file
 from specexport.engines.ort_providers import CPU
+from specexport.exporter import cli
 from specexport.exporter.config import TargetConfig
 from specexport.exporter.layers import Target
 from specexport.exporter.lower import lower_target
@@ -24,6 +25,8 @@ from specexport.exporter.quantize.choice import PrecisionOptions, resolve
 from specexport.exporter.quantize.plan import FLOATS
 from specexport.runtime.errors import BundleError
 from tests.engines.kernels.one_node import needs_kernels
+from tests.exporter.quantize.stored_cases import CASES as STORED
+from tests.exporter.quantize.stored_writers import write_quantized
 from tests.exporter.test_parity import CASES, reference
 from tests.exporter.test_tree_attention_pass import steps
 
@@ -205,6 +208,23 @@ def test_a_bundle_with_our_graph_runs_without_our_library(tmp_path: Path, monkey
         monkeypatch.setattr(ort_session, "kernels_library", lambda: None)
         ort_session.load(tmp_path / kernels_file(TARGET), ort_session.session_options(1), CPU)
     assert "\n" not in str(caught.value)
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", ["gptq4_asymmetric", "gptq4_act_order", "awq", "int8_groups"])
+def test_stored_codes_with_zero_points(case: str, tmp_path: Path) -> None:
+    """Checkpoints that are quantised already, whose codes are kept."""
+    write_quantized(tmp_path / "checkpoint", STORED[case], max_position_embeddings=256)
+    precision = "int8" if "8" in case else "int4"
+    words = ["build", str(tmp_path / "checkpoint"), "-o", str(tmp_path / "bundle"), "--window", str(SLOTS)]
+    assert cli.main([*words, "--precision", precision, "--no-check"]) == 0
+    nodes = [node for node in ir.load(tmp_path / "bundle" / kernels_file(TARGET)).graph if node.domain == "specexport"]
+    zeros = [node.inputs[3] for node in nodes if node.op_type == "QuantizedProduct"]
+    assert sum(value is not None for value in zeros) > 2
+    made, worst = engines(tmp_path / "bundle"), Deviation()
+    for call in steps(3, made["ours"].vocab_size, SLOTS):
+        worst.note(made["ours"].run(call), made["theirs"].run(call), "")
+    assert 0 < worst.relative < 0.02
 
 
 def test_the_domain_is_not_microsofts(tmp_path: Path) -> None:
