@@ -9,7 +9,8 @@ times from :mod:`specexport.runtime.costs`. Joined drafts are sorted by chance (
 best width is found in one pass over their prefix sums; width one is plain decoding. Lookup drafters cost nothing and
 are asked every step. A head costs a call, so whether to ask it is decided before: by what it added lately when the
 lookups were about as sure as they are now, beyond what its time is worth at the rate of the last steps, and against
-what it has to catch up with. What is not known to pay is tried now and then. A ledger
+what it has to catch up with. What is known of heads beforehand counts as a few steps would; of those heads only the one
+that is expected to be worth most is asked at once. What is not known to pay is tried now and then. A ledger
 (:mod:`specexport.runtime.worth`) bounds what all of that may lose, so no head, whatever it says, makes a long text
 slower than the lookups alone by more than a small share.
 
