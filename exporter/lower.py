@@ -72,6 +72,8 @@ def lower_drafter(graph: Path, target: Packed | None) -> bool:
         return False
     path = graph.parent / cpu_files(graph.name)[0]
     with _data(path) as data:
+        skip_norm.lower(model)
+        joined_products.lower(model)
         matmul_nbits.lower(model, Packed(data.put, {} if target is None else dict(target.matrices)))
     ir.save(model, path)
     _use_kernels(graph.parent, graph.name, ())

@@ -116,14 +116,21 @@ def _join(graph: ir.Graph, products: Sequence[_Product]) -> ir.Value:
     """The products side by side, made in front of the first of them."""
     first = products[0]
     name = f"{first.dequantize.outputs[0].name}.joined"
-    inputs = []
-    for index, role in enumerate(("codes", "scales", "zeros")[: len(first.parts)]):
-        inputs.append(_joined(graph, f"{name}.{role}", [product.parts[index] for product in products]))
-    dequantize = ir.node("DequantizeLinear", inputs, first.dequantize.attributes)
-    dequantize.outputs[0].name = name
-    matmul = ir.node("MatMul", [first.x, dequantize.outputs[0]])
-    matmul.outputs[0].name = f"{name}.product"
-    graph.insert_before(first.matmul, [dequantize, matmul])
+    role = f"{name}.codes"
+    if role in graph.initializers:  # the same matrices again, as in the steps of a drafter
+        matrix = next(user for user, _ in graph.initializers[role].uses()).outputs[0]
+    else:
+        inputs = []
+        for index, role in enumerate(("codes", "scales", "zeros")[: len(first.parts)]):
+            inputs.append(_joined(graph, f"{name}.{role}", [product.parts[index] for product in products]))
+        dequantize = ir.node("DequantizeLinear", inputs, first.dequantize.attributes)
+        graph.insert_before(first.matmul, dequantize)
+        matrix = dequantize.outputs[0]
+        matrix.name = name
+    matmul = ir.node("MatMul", [first.x, matrix])
+    times = len(matrix.uses())
+    matmul.outputs[0].name = f"{name}.product" if times == 1 else f"{name}.product_{times}"
+    graph.insert_before(first.matmul, matmul)
     return matmul.outputs[0]
 
 
