@@ -14,7 +14,7 @@ from specexport.runtime.drafters.base import FeatureDrafter
 from specexport.runtime.drafters.ngram import NgramDrafter
 from specexport.runtime.drafters.recycling import RecyclingDrafter
 from specexport.runtime.drafters.suffix import SuffixDrafter
-from specexport.runtime.engine import TargetEngine
+from specexport.runtime.engine import TargetEngine, tree_exact
 from specexport.runtime.expected import draft_shares, trained_priors
 from specexport.runtime.machine import this_machine
 from specexport.runtime.worth import BESIDE_LOOKUPS, Prior
@@ -59,7 +59,7 @@ def make_controller(
     if profile is not None:
         costs, priors = MeasuredCosts(profile), tuned_priors(profile)
     else:
-        share = NODE_SHARES.get(bundle.manifest.target.precision.weights, NODE_SHARE)
+        share = node_share(bundle.manifest.target.precision.weights, engine)
         drafts = draft_shares(bundle)
         costs, priors = LearnedCosts(share, drafts), trained_priors(bundle, drafts, share)
     kinds = {info.kind for info in offered if info.kind in DRAFTERS}
@@ -82,6 +82,11 @@ def make_controller(
     reads_features = any(isinstance(head, FeatureDrafter) for head in heads)
     kind = FeatureController if reads_features else Controller
     return kind(lookups, heads, costs, max_nodes=MAX_NODES, chains=chains, priors=priors)
+
+
+def node_share(weights: str, engine: TargetEngine) -> float:
+    """What a further node of a call costs before anything was measured, as a share of a call of one node."""
+    return NODE_SHARE if tree_exact(engine) else NODE_SHARES.get(weights, NODE_SHARE)
 
 
 def recycling_joins(profile: DeviceProfile | None) -> bool:

@@ -24,8 +24,9 @@ class Costs(Protocol):
     def observe_draft(self, name: str, seconds: float, behind: int = 0) -> None: ...
 
 
-#: Before anything was measured: each further node costs this share of a call of one node, by the format of the weights:
-#: the fewer bytes are read, the more it shows that there is something to compute. Seen on x86 CPUs.
+#: Before anything was measured: each further node costs this share of a call of one node, and on ONNX Runtime's own
+#: kernels by the format of the weights: the fewer bytes are read, the more it shows that there is something to compute.
+#: Seen on x86 CPUs.
 NODE_SHARE, NODE_SHARES = 0.05, {"int8": 0.1, "int4": 0.2}
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from specexport.runtime.auto import AUTO, default_policy, make_controller
+from specexport.runtime.auto import AUTO, default_policy, make_controller, node_share
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cost_curve import CostCurve
+from specexport.runtime.costs import NODE_SHARE, NODE_SHARES
 from specexport.runtime.device_profile import DeviceProfile, DraftCost, TunedTree, fingerprint, write_profile
 from specexport.runtime.engine import find_engine
 from specexport.runtime.machine import this_machine
@@ -60,3 +63,12 @@ def test_token_recycling_joins_where_it_is_cheap(bundle: Bundle, recycling_s: fl
     only = tuple(info for info in bundle.manifest.drafters if info.kind == "recycling")
     alone = replace(bundle, manifest=replace(bundle.manifest, drafters=only, drafter="recycling"))
     assert make_controller(alone, engine, ENGINE, 1).drafters == ("recycling",)
+
+
+def test_a_node_costs_less_where_trees_are_exact() -> None:
+    """Our own kernels, which promise that, read weights once for many rows."""
+    ours: Any = SimpleNamespace(tree_exact=True)
+    others: Any = SimpleNamespace()
+    assert node_share("int8", ours) == node_share("fp32", others) == NODE_SHARE
+    assert node_share("int8", others) == NODE_SHARES["int8"]
+    assert node_share("int4", others) > node_share("int8", others) > NODE_SHARE
