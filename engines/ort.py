@@ -76,6 +76,12 @@ def cpu_graph(folder: Path, graph: str) -> Path | None:
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
+def runs_kernels(folder: Path, graph: str) -> bool:
+    """Whether this machine's CPU runs ``folder/graph`` on our own kernels."""
+    path = cpu_graph(folder, graph)
+    return path is not None and path.name.endswith(KERNELS_SUFFIX)
+
+
 class _Plan:
     """Input and output buffers of one call shape (T nodes, R rows of logits, A moved rows), bound once.
 

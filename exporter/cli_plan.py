@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,19 +43,23 @@ def show(name: str, as_json: bool) -> None:
     if as_json:
         echo_json(values)
         return
-    rows = {}
+    echo_table(dict(_lines({"title": values["title"]} | values)))
+
+
+def _lines(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys and values in words; keys of a part are behind its own."""
     for key, value in values.items():
+        if isinstance(value, dict) and any(isinstance(entry, dict) for entry in value.values()):
+            yield from _lines(value, f"{prefix}{key}.")
+            continue
         if isinstance(value, dict):
             value = ", ".join(
                 f"{name} {entry:g}" if isinstance(entry, float) else f"{name} in {entry}"
                 for name, entry in value.items()
             )
-        rows[key] = (
-            "; ".join(map(str, value))
-            if key == "sources"
-            else (", ".join(map(str, value)) if isinstance(value, list) else value)
-        )
-    echo_table(rows)
+        elif isinstance(value, list):
+            value = ("; " if key == "sources" else ", ").join(map(str, value))
+        yield prefix + key, value
 
 
 @click.command

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specexport.engines.kernels.library import kernels_library
+from specexport.engines.ort import runs_kernels
 from specexport.exporter.config import TargetConfig, read_config
 from specexport.profiles import acceptance
 from specexport.profiles.acceptance import Expectation
@@ -25,7 +27,7 @@ from specexport.profiles.sizes import (
     lookup_size,
 )
 from specexport.runtime.acceptance_table import Acceptance, AcceptanceTable
-from specexport.runtime.bundle import Bundle
+from specexport.runtime.bundle import TARGET_GRAPH, Bundle
 from specexport.runtime.device_profile import (
     DeviceProfile,
     find_profile,
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 MAX_BYTES = 4 << 20
 #: Cache rows in use that a plan reckons with unless told otherwise, and slots of a window.
 DEFAULT_CONTEXT, DEFAULT_WINDOW = 512, 4096
+#: The engine that has kernels of our own, and the weights that they multiply with.
+CPU_BACKEND, CODES = "onnxruntime-cpu", ("int8", "int4")
 #: Shape of the drafts of heads that are not built yet: as ``build`` makes them unless told otherwise.
 HEAD_DEPTH, HEAD_RANKS, HEAD_NODES = 5, 8, 15
 
@@ -106,18 +110,26 @@ def plan_for(source: str, options: PlanOptions) -> Planned:
     if bundle is not None:
         if options.heads is not None or options.precision is not None:
             raise UsageError("--heads and --precision are for models that are not built yet: a bundle has its own")
-        size, slots = bundle_size(bundle), bundle.manifest.target.slots
-        drafts = [drafter_size(bundle, info) for info in bundle.manifest.drafters]
-        chains = chains_only(bundle.manifest.target.precision) if tuned is None else tuned.chains
+        size, drafts = sizes_here(bundle)
+        slots = bundle.manifest.target.slots
     else:
         precision = options.precision or profile.precision
-        config = config_of(source)
-        size, slots = config_size(config, precision), min(DEFAULT_WINDOW, config.max_position_embeddings)
-        drafts = [lookup_size("suffix"), lookup_size("recycling")]
-        if options.heads is not None:
-            drafts.insert(0, _head_size(options.heads, config, precision))
-        chains = profile.backend == "onnxruntime-cpu" and precision not in DTYPES  # what builds promise by default
-        notes.append(f"weights in {precision}, not built yet" + (", which verify chains only" if chains else ""))
+        size, drafts = _not_built(source, options.heads, precision)
+        slots = min(DEFAULT_WINDOW, size.positions)
+        notes.append(f"weights in {precision}, not built yet")
+    on_cpu = profile.backend == CPU_BACKEND
+    if not on_cpu:
+        size, drafts = replace(size, kernels=False), [replace(draft, kernels=False) for draft in drafts]
+    elif bundle is None and size.precision in CODES:
+        size = replace(size, cache="fp32")  # what builds have it in for this engine
+    if tuned is not None:
+        chains = tuned.chains
+    elif bundle is not None:
+        chains = chains_only(bundle.manifest.target.precision) and not size.kernels
+    else:
+        chains = on_cpu and size.precision not in DTYPES and not size.kernels  # what builds promise by default
+    if tuned is None and on_cpu and size.precision in CODES:
+        notes.append(_about_kernels(bundle, size.kernels, chains))
     if chains:
         drafts = [draft.as_chain() for draft in drafts]
     slots = _within("--window", options.window, slots, size.positions)
@@ -140,6 +152,42 @@ def plan_for(source: str, options: PlanOptions) -> Planned:
         assumptions=notes,
     )
     return Planned(source, profile, size, plan)
+
+
+def _not_built(source: str, heads: str | None, precision: str) -> tuple[ModelSize, list[DraftSize]]:
+    """A model with its weights in ``precision``, and drafters as builds have them: beside fp32 heads are in 8 bits.
+
+    What our own kernels multiply with they are taken to run, where they are installed.
+    """
+    config = config_of(source)
+    size, drafts = config_size(config, precision), [lookup_size("suffix"), lookup_size("recycling")]
+    if heads is not None:
+        drafts.insert(0, _head_size(heads, config, "int8" if precision == "fp32" else precision))
+    if kernels_library() is not None:
+        size = replace(size, kernels=precision in CODES)
+        drafts = [replace(draft, kernels=draft.steps > 0 and draft.precision in CODES) for draft in drafts]
+    return size, drafts
+
+
+def sizes_here(bundle: Bundle) -> tuple[ModelSize, list[DraftSize]]:
+    """The target of a bundle and its drafters, each on our own kernels where this machine's CPU runs it on them."""
+    runs = bundle.manifest.engine == CPU_BACKEND
+    size = replace(bundle_size(bundle), kernels=runs and runs_kernels(bundle.path, TARGET_GRAPH))
+    drafts = []
+    for info in bundle.manifest.drafters:
+        kernels = runs and info.graph is not None and runs_kernels(bundle.path, info.graph)
+        drafts.append(replace(drafter_size(bundle, info), kernels=kernels))
+    return size, drafts
+
+
+def _about_kernels(bundle: Bundle | None, kernels: bool, chains: bool) -> str:
+    """What is assumed of our own kernels for a quantised target that nobody measured."""
+    trees = "chains only are verified" if chains else "trees are verified"
+    if kernels:
+        return f"the CPU kernels run it, as they are installed here; {trees}"
+    if bundle is not None and kernels_library() is not None:
+        return f"the CPU kernels do not run it: it has no graph for them, which building it again may give; {trees}"
+    return f"the CPU kernels do not run it: they are not installed here, or switched off; {trees}"
 
 
 def _within(option: str, value: int | None, default: int, most: int) -> int:

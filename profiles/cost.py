@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from specexport.profiles.schema import Profile
+from specexport.profiles.schema import Profile, Rates
 from specexport.profiles.sizes import DraftSize, ModelSize
 from specexport.runtime.device_profile import DeviceProfile, DraftCost
 
@@ -55,40 +55,38 @@ class Roofline:
 
     def step_s(self, nodes: int, used: int, batch: int = 1) -> float:
         """Every row of logits is computed, as verification needs."""
-        size = self.size
+        size, rates = self.size, self.profile.rates(self.size.kernels)
         tokens = nodes * batch
-        matrices = self._product_s(size.block_bytes, 2 * tokens * size.block_elements, size.precision)
-        matrices += self._product_s(size.head_bytes, 2 * tokens * size.head_elements, size.head_precision)
+        matrices = self._product_s(rates, size.block_bytes, 2 * tokens * size.block_elements, size.precision)
+        matrices += self._product_s(rates, size.head_bytes, 2 * tokens * size.head_elements, size.head_precision)
         # Each node attends to the rows before the block and, on average, to half of the block.
         rows = size.attended(used) + size.layers * (nodes + 1) // 2
         pairs = 4 * size.heads * size.head_dim * tokens * rows
         read = batch * size.row_bytes * (size.attended(used) // size.layers + nodes)
-        attention = self._product_s(read, pairs, size.cache) / self.profile.efficiency.attention
-        return matrices + attention + self._launch_s(size.layers)
+        attention = self._product_s(rates, read, pairs, size.cache) / rates.efficiency.attention
+        return matrices + attention + (rates.call_us + rates.layer_us * size.layers) * 1e-6
 
     def draft_s(self, draft: DraftSize, depth: int, used: int, batch: int = 1) -> float:
         """Calls of the drafter's matrices, one after the other; none for a lookup."""
         if not draft.steps:
             return 0.0
+        rates = self.profile.rates(draft.kernels)
         steps = depth if draft.stepwise else draft.steps
         nodes = batch * (draft.ranks if draft.stepwise else 1)
         cache = batch * draft.cache_row_bytes * used
-        call = self._product_s(draft.weight_bytes + cache, 2 * nodes * draft.elements, draft.precision)
+        call = self._product_s(rates, draft.weight_bytes + cache, 2 * nodes * draft.elements, draft.precision)
         # An unrolled head is one call of the engine; a draft model calls once a token.
         calls = steps if draft.kind == "model" else 1
-        return steps * (call + draft.layers * self.profile.layer_us * 1e-6) + calls * self.profile.call_us * 1e-6
+        return steps * (call + draft.layers * rates.layer_us * 1e-6) + calls * rates.call_us * 1e-6
 
-    def _product_s(self, read: float, operations: float, precision: str) -> float:
-        profile, share = self.profile, self.profile.efficiency
-        scale = 1.0 if not self.threads or not profile.threads else self.threads / profile.threads
-        memory = read / (profile.bandwidth_gb_s * 1e9 * share.bandwidth * min(1.0, scale))
-        compute = operations / (profile.reached(precision) * scale)
+    def _product_s(self, rates: Rates, read: float, operations: float, precision: str) -> float:
+        share, threads = rates.efficiency, self.profile.threads
+        scale = 1.0 if not self.threads or not threads else self.threads / threads
+        memory = read / (rates.bandwidth_gb_s * 1e9 * share.bandwidth * min(1.0, scale))
+        compute = operations / (rates.reached(precision) * scale)
         p = share.overlap
         top = max(memory, compute)
         return float(top * ((memory / top) ** p + (compute / top) ** p) ** (1 / p)) if top else 0.0
-
-    def _launch_s(self, layers: int) -> float:
-        return (self.profile.call_us + self.profile.layer_us * layers) * 1e-6
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,54 +64,22 @@ class Efficiency:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
-    """One device.
+class Rates:
+    """How fast a device reads and computes with one kind of kernels.
 
     Attributes:
-        title: the device in words: card, board, cores. sources: where the figures are from.
-        compute_capability: of CUDA devices, such as ``8.7``.
-        memory_gib, usable: device memory, and the share of it that a model may take (boards share it with the system).
         bandwidth_gb_s: peak of the memory, in 1e9 bytes a second.
         arithmetic_tops: peak dense rates in 1e12 operations a second by precision, a multiply-add counting two.
         computes_in: precision that products are computed in, by that of the weights, where it is another one.
-        threads: for CPUs, how many threads the rates are for.
         call_us, layer_us: time of an empty call, and of launching the kernels of a layer, in microseconds.
-        precision: to build with by default. windows: S. widths: T, the root included. prefill_chunk: prompt tokens.
     """
 
-    title: str = read(text(200))
-    backend: str = read(choice(*BACKENDS))
-    compute_capability: str | None = read(optional(text(8, CAPABILITY)), None)
-    memory_gib: float = read(number(1e-3, 1 << 16))
-    usable: float = read(number(0.05, 1))
     bandwidth_gb_s: float = read(number(1e-3, 1e6))
     arithmetic_tops: dict[str, float] = read(table(choice(*PRECISIONS), number(1e-6, 1e6), len(PRECISIONS)))
     computes_in: dict[str, str] = read(table(choice(*PRECISIONS), choice(*PRECISIONS), len(PRECISIONS)))
-    threads: int | None = read(optional(integer(1, 1024)), None)
     call_us: float = read(number(0, 1e6))
     layer_us: float = read(number(0, 1e6))
     efficiency: Efficiency = read(record(Efficiency))
-    precision: str = read(choice(*PRECISIONS))
-    windows: tuple[int, ...] = read(sequence(integer(8, 1 << 24), 64))
-    widths: tuple[int, ...] = read(sequence(integer(1, 4096), 64))
-    prefill_chunk: int = read(integer(1, 1 << 20))
-    sources: tuple[str, ...] = read(sequence(text(500), 32))
-    name: str = field(default="", metadata={"read": text(64)})
-
-    def __post_init__(self) -> None:
-        if not self.windows or list(self.windows) != sorted(set(self.windows)):
-            raise fail("windows", list(self.windows), "numbers of slots, ascending")
-        if not self.widths or list(self.widths) != sorted(set(self.widths)) or self.widths[0] != 1:
-            raise fail("widths", list(self.widths), "numbers of nodes from 1 on, ascending")
-        if not self.sources:
-            raise fail("sources", [], "at least one public source of the figures")
-        for weights in (self.precision, *self.computes_in):
-            if self.compute_precision(weights) not in self.arithmetic_tops:
-                raise fail(
-                    "arithmetic_tops",
-                    sorted(self.arithmetic_tops),
-                    f"the rate of {self.compute_precision(weights)}, which {weights} weights are computed in",
-                )
 
     def compute_precision(self, weights: str) -> str:
         """What products with weights of a precision are computed in."""
@@ -126,7 +94,7 @@ class Profile:
         computed = self.compute_precision(weights)
         if computed not in self.arithmetic_tops:
             raise ProfileError(
-                f"profile {self.name} has no rate for {computed}: it computes in {', '.join(self.arithmetic_tops)}"
+                f"the profile has no rate for {computed}: the device computes in {', '.join(self.arithmetic_tops)}"
             )
         return self.arithmetic_tops[computed] * 1e12
 
@@ -138,6 +106,59 @@ class Profile:
         """
         share = self.efficiency
         return self.rate(weights) * (share.compute_in or {}).get(self.compute_precision(weights), share.compute)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile(Rates):
+    """One device, with the rates of the engine's own kernels.
+
+    Attributes:
+        title: the device in words: card, board, cores. sources: where the figures are from.
+        compute_capability: of CUDA devices, such as ``8.7``.
+        memory_gib, usable: device memory, and the share of it that a model may take (boards share it with the system).
+        threads: for CPUs, how many threads the rates are for.
+        kernels: rates of graphs that our own kernels run (``engines/kernels``), which multiply with int8 and int4
+            codes and attend to a cache in fp32; None where there are no such kernels.
+        precision: to build with by default. windows: S. widths: T, the root included. prefill_chunk: prompt tokens.
+    """
+
+    title: str = read(text(200))
+    backend: str = read(choice(*BACKENDS))
+    compute_capability: str | None = read(optional(text(8, CAPABILITY)), None)
+    memory_gib: float = read(number(1e-3, 1 << 16))
+    usable: float = read(number(0.05, 1))
+    threads: int | None = read(optional(integer(1, 1024)), None)
+    kernels: Rates | None = read(optional(record(Rates)), None)
+    precision: str = read(choice(*PRECISIONS))
+    windows: tuple[int, ...] = read(sequence(integer(8, 1 << 24), 64))
+    widths: tuple[int, ...] = read(sequence(integer(1, 4096), 64))
+    prefill_chunk: int = read(integer(1, 1 << 20))
+    sources: tuple[str, ...] = read(sequence(text(500), 32))
+    name: str = field(default="", metadata={"read": text(64)})
+
+    def __post_init__(self) -> None:
+        if not self.windows or list(self.windows) != sorted(set(self.windows)):
+            raise fail("windows", list(self.windows), "numbers of slots, ascending")
+        if not self.widths or list(self.widths) != sorted(set(self.widths)) or self.widths[0] != 1:
+            raise fail("widths", list(self.widths), "numbers of nodes from 1 on, ascending")
+        if not self.sources:
+            raise fail("sources", [], "at least one public source of the figures")
+        self._check("", self, (self.precision, *self.computes_in))
+        if self.kernels is not None:
+            self._check("kernels.", self.kernels, ("fp32", "int8", "int4"))
+
+    def _check(self, prefix: str, rates: Rates, needed: tuple[str, ...]) -> None:
+        for weights in needed:
+            if rates.compute_precision(weights) not in rates.arithmetic_tops:
+                raise fail(
+                    f"{prefix}arithmetic_tops",
+                    sorted(rates.arithmetic_tops),
+                    f"the rate of {rates.compute_precision(weights)}, which {weights} weights are computed in",
+                )
+
+    def rates(self, kernels: bool) -> Rates:
+        """Those of graphs that our own kernels run, if they do; else the engine's."""
+        return self.kernels if kernels and self.kernels is not None else self
 
     @property
     def memory_bytes(self) -> int:

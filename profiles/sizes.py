@@ -20,9 +20,11 @@ from specexport.runtime.manifest import DrafterInfo, TargetInfo
 #: Bits of an element in memory, scales of blocks included (fp16 scales for 32 elements; nvfp4: 8 bits for 16).
 PRECISION_BITS = {"fp32": 32.0, "fp16": 16.0, "bf16": 16.0, "fp8": 8.5, "int8": 8.5, "int4": 4.5, "nvfp4": 4.5}
 CACHE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16}
-#: Kinds of drafters that call a graph once for each token of depth, one after the other.
 #: Graphs of the target: as exported, and lowered for an engine.
 _TARGETS = re.compile(r"target(\.[a-z0-9]+)?\.onnx")
+#: A query projection, [hidden size, heads * width of a head], or its codes.
+_QUERIES = re.compile(r"layers\.\d+\.attention\.q_proj\.weight(\.codes)?")
+#: Kinds of drafters that call a graph once for each token of depth, one after the other.
 _STEPWISE = ("eagle1", "eagle3", "mtp", ModelDrafter.kind)
 
 
@@ -37,7 +39,7 @@ class ModelSize:
         head_elements, head_bytes, head_precision: of the output projection.
         stored_bytes: of all its weights in memory (an untied embedding is not read by a call).
         cache: precision of the cache, a key of :data:`CACHE_BITS`; the others are keys of :data:`PRECISION_BITS`.
-        positions: context it was trained for.
+        positions: context it was trained for. kernels: our own kernels run it.
     """
 
     heads: int
@@ -56,6 +58,7 @@ class ModelSize:
     stored_bytes: int
     cache: str
     positions: int
+    kernels: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -86,6 +89,7 @@ class DraftSize:
             nodes: most that it drafts, 0: any number.
         elements, weight_bytes: of the matrices of one call. stored_bytes: in memory, beyond what the target has.
         cache_row_bytes: of a token in its own cache. layers: launched in a call. precision: of its weights.
+        kernels: our own kernels run it.
     """
 
     name: str
@@ -100,6 +104,7 @@ class DraftSize:
     cache_row_bytes: int = 0
     layers: int = 0
     precision: str = "fp32"
+    kernels: bool = False
 
     def widths(self, offered: Sequence[int]) -> list[int]:
         """Those of the ``offered`` T that it can fill: up to the first that holds all it drafts."""
@@ -183,14 +188,14 @@ def graph_size(target: TargetInfo, tensors: Sequence[Initializer], stored_bytes:
     """A decoder from the initialisers of its graph.
 
     Args:
-        stored_bytes: of the weights that its engine holds. Query heads are taken to fill the hidden size.
+        stored_bytes: of the weights that its engine holds.
     """
     table = target.vocab_size * target.hidden_size
     tables = [tensor for tensor in tensors if tensor.elements == table]
     rest = [tensor for tensor in tensors if tensor.elements != table and not tensor.name.startswith("rope_")]
     rest = [tensor for tensor in rest if target.vocab_size not in tensor.shape]  # scales of the tables
     elements = sum(tensor.elements for tensor in matrices(rest, target.hidden_size))
-    heads = max(target.kv_heads, target.hidden_size // target.head_dim)
+    heads = _query_heads(target, rest)
     attention = target.layers * target.hidden_size * target.head_dim * (2 * heads + 2 * target.kv_heads)
     return ModelSize(
         heads=heads,
@@ -210,6 +215,14 @@ def graph_size(target: TargetInfo, tensors: Sequence[Initializer], stored_bytes:
         cache=target.precision.activations,
         positions=target.slots,
     )
+
+
+def _query_heads(target: TargetInfo, tensors: Sequence[Initializer]) -> int:
+    """Those that the first query projection makes; where none has that name, as many as fill the hidden size."""
+    for tensor in tensors:
+        if _QUERIES.fullmatch(tensor.name) and tensor.shape[-1] % target.head_dim == 0:
+            return tensor.shape[-1] // target.head_dim
+    return max(target.kv_heads, target.hidden_size // target.head_dim)
 
 
 def drafter_size(bundle: Bundle, info: DrafterInfo) -> DraftSize:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from specexport.exporter.plan import sizes_here
 from specexport.profiles.cost import Roofline
 from specexport.profiles.schema import load_profile
-from specexport.profiles.sizes import bundle_size
 from specexport.profiles.timing import measure_curve
 from specexport.profiles.tuner import WIDTHS, used_lengths
 from specexport.runtime import Bundle
@@ -29,7 +29,7 @@ def main() -> None:
     engine = find_engine(bundle.manifest.engine)(bundle.path, threads=arguments.threads)
     used = used_lengths(engine.slots, max(arguments.widths))
     curve = measure_curve(engine, arguments.widths, used, budget_s=arguments.seconds)
-    roofline = Roofline(load_profile(arguments.profile), bundle_size(bundle), arguments.threads or None)
+    roofline = Roofline(load_profile(arguments.profile), sizes_here(bundle)[0], arguments.threads or None)
     print(f"milliseconds measured (error of the roofline); medians, noise {curve.noise:.1%}")
     print(f"{'used':>6} " + " ".join(f"{f'T={width}':>13}" for width in curve.widths))
     worst = 0.0

@@ -8,7 +8,7 @@ and with every tree, alternating, in several rounds, of which the quickest of ea
 same work, so what is more is the machine's. ``tuned`` predicts from both measurements, ``roofline`` from the profile's
 rates and the acceptance. Chains are drafted by the suffix lookup, trees by Token Recycling; bundles that verify chains
 only get longer chains instead. Speedups are those of the decode phase. A bundle that is in the file already is not
-measured again.
+measured again, but the roofline is what the profile says today.
 
 An error of a speedup is one of tau (tokens a step) or of the time of a step: the table has both.
 """
@@ -18,15 +18,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
 from specexport.exporter.bench.suites import read_suite
+from specexport.exporter.plan import sizes_here
 from specexport.profiles.calibrate import Calibrated, calibrate
 from specexport.profiles.cost import Roofline
 from specexport.profiles.schema import load_profile
-from specexport.profiles.sizes import bundle_size, drafter_size, lookup_size
+from specexport.profiles.sizes import drafter_size, lookup_size
 from specexport.profiles.timing import measure_curve
 from specexport.profiles.tree_search import best_tree, expected_tokens, mean_step
 from specexport.runtime import Bundle, SamplingParams, Session
@@ -34,6 +35,7 @@ from specexport.runtime.acceptance_table import AcceptanceTable
 from specexport.runtime.cost_curve import CostCurve
 from specexport.runtime.device_profile import fingerprint
 from specexport.runtime.engine import TargetEngine, chains_only, find_engine
+from specexport.runtime.replacing import replace_text
 from specexport.runtime.session import find_drafter
 
 #: (drafter, T): chains of 2 and 4 drafts, trees of 8 and 16 nodes; and where only chains are verified.
@@ -49,9 +51,11 @@ class Row:
     """One tree on one bundle; times in seconds.
 
     Attributes:
-        measured, tuned, roofline: speedups. spread: half of the range of ``measured`` over the rounds, relative.
+        measured, tuned, roofline: speedups, the last by :meth:`by`. spread: half of the range of ``measured`` over the
+            rounds, relative.
         tau, step_s, plain_s: tokens a step, and times of a step with the tree and plainly, as measured; ``tuned_tau``
-            and so on: as predicted. noise: of the cost curve.
+            and so on: as predicted. noise: of the cost curve. used: cache rows in use, the mean. proposed: see
+            :class:`AcceptanceTable`.
     """
 
     bundle: str
@@ -71,11 +75,20 @@ class Row:
     roofline_step_s: float
     roofline_plain_s: float
     noise: float
+    used: int
+    proposed: tuple[float, ...]
 
     def error(self, prediction: str) -> float:
         """Relative error of ``tuned`` or ``roofline``."""
         predicted: float = getattr(self, prediction)
         return predicted / self.measured - 1.0
+
+    def by(self, roofline: Roofline) -> Row:
+        """The row with the prediction of a ``roofline``; that of tau is what was counted."""
+        step_s = mean_step(lambda width: roofline.step_s(width, self.used), self.proposed)(self.nodes)
+        plain_s = roofline.step_s(1, self.used)
+        speedup = self.tuned_tau * plain_s / step_s
+        return replace(self, roofline=speedup, roofline_step_s=step_s, roofline_plain_s=plain_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +174,7 @@ def check(bundle: Bundle, arguments: argparse.Namespace) -> list[Row]:
     chains = chains_only(manifest.target.precision, engine)
     cases = CHAINS if chains else TREES
     decoded = decode(bundle, engine, prompts, (("none", 1), *cases), arguments.max_tokens, arguments.rounds)
-    roofline = Roofline(load_profile(arguments.profile), bundle_size(bundle), arguments.threads or None)
-    return [make_row(bundle, case, chains, decoded, found, curve, roofline, used) for case in cases]
+    return [make_row(bundle, case, chains, decoded, found, curve, used) for case in cases]
 
 
 def make_row(
@@ -172,16 +184,14 @@ def make_row(
     decoded: dict[tuple[str, int], Decoded],
     found: Calibrated,
     curve: CostCurve,
-    roofline: Roofline,
     used: int,
 ) -> Row:
-    """Predictions beside what was measured."""
+    """A prediction beside what was measured; the roofline's comes later, see :meth:`Row.by`."""
     name, nodes = case
     table = found.acceptance[name].as_chain() if chains else found.acceptance[name]
     copies = lookup_size(name).copies
     draft_s = found.drafts[name].seconds
     tuned = predict(table, nodes, lambda width: curve.step_s(width, used) + found.host_s, draft_s, copies=copies)
-    assumed = predict(table, nodes, lambda width: roofline.step_s(width, used), 0.0, copies=copies)
     plain, mine = decoded["none", 1], decoded[case]
     speedups = [before / after for before, after in zip(plain.rounds, mine.rounds, strict=True)]
     measured = plain.seconds / mine.seconds
@@ -193,16 +203,18 @@ def make_row(
         measured=measured,
         spread=(max(speedups) - min(speedups)) / 2 / measured,
         tuned=tuned.speedup,
-        roofline=assumed.speedup,
+        roofline=0.0,
         tau=mine.tokens / mine.calls,
         tuned_tau=tuned.tau,
         step_s=mine.seconds / mine.calls,
         tuned_step_s=tuned.step_s,
         plain_s=plain.seconds / plain.calls,
         tuned_plain_s=tuned.plain_s,
-        roofline_step_s=assumed.step_s,
-        roofline_plain_s=assumed.plain_s,
+        roofline_step_s=0.0,
+        roofline_plain_s=0.0,
         noise=curve.noise,
+        used=used,
+        proposed=tuple(table.proposed),
     )
 
 
@@ -234,7 +246,8 @@ def read(path: Path | None) -> list[Row]:
     """What was measured before."""
     if path is None or not path.exists():
         return []
-    return [Row(**json.loads(line)) for line in path.read_text().splitlines()]
+    values = [json.loads(line) for line in path.read_text().splitlines()]
+    return [Row(**each | {"proposed": tuple(each["proposed"])}) for each in values]
 
 
 def main() -> None:
@@ -255,13 +268,12 @@ def main() -> None:
     rows = read(arguments.output)
     for path in arguments.bundles:
         bundle = Bundle.load(path)
-        if any((row.bundle, row.fingerprint) == (bundle.path.name, fingerprint(bundle)) for row in rows):
-            continue
-        fresh = check(bundle, arguments)
-        rows += fresh
+        key = (bundle.path.name, fingerprint(bundle))
+        mine = [row for row in rows if (row.bundle, row.fingerprint) == key] or check(bundle, arguments)
+        roofline = Roofline(load_profile(arguments.profile), sizes_here(bundle)[0], arguments.threads or None)
+        rows = [row for row in rows if row not in mine] + [row.by(roofline) for row in mine]
         if arguments.output is not None:
-            with arguments.output.open("a") as file:
-                file.writelines(json.dumps(asdict(row)) + "\n" for row in fresh)
+            replace_text(arguments.output, "".join(json.dumps(asdict(row)) + "\n" for row in rows))
     if rows:
         show(rows)
 

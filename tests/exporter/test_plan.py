@@ -2,20 +2,25 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specexport.engines import ort
+from specexport.exporter import plan
 from specexport.exporter.cli import main
 from specexport.exporter.config import read_config
-from specexport.exporter.plan import config_size
-from specexport.profiles.schema import profile_names
+from specexport.exporter.plan import config_size, sizes_here
+from specexport.profiles.schema import load_profile, profile_names
+from specexport.profiles.sizes import DraftSize
 from specexport.runtime.acceptance_table import Acceptance, AcceptanceTable
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.device_profile import write_acceptance
 from specexport.runtime.records import plain
-from tests.profiles.sizes import llama_8b
+from tests.exporter.building import build
+from tests.profiles.sizes import eagle_8b, llama_8b
 from tests.profiles.test_cost import tuned_profile
 from tests.tiny import LLAMA
 
@@ -147,8 +152,6 @@ def test_a_bundle_is_planned_with_what_it_knows(
 def test_a_tuned_bundle_is_planned_by_its_measurements(
     capsys: pytest.CaptureFixture[str], tiny_bundle: Bundle, tmp_path: Path
 ) -> None:
-    from dataclasses import replace
-
     from specexport.runtime.device_profile import fingerprint, write_profile
 
     bundle = Bundle.load(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
@@ -163,6 +166,103 @@ def test_a_tuned_bundle_is_planned_by_its_measurements(
     assert code == 2 and "run 'specexport tune' again" in err
 
 
+def install(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    """Our own kernels are on this machine, or are not."""
+    library = Path("/opt/kernels.so") if installed else None
+    for module in (plan, ort):
+        monkeypatch.setattr(module, "kernels_library", lambda: library)
+
+
+def recycling(found: dict[str, Any]) -> dict[str, Any]:
+    return next(each for each in found["estimates"] if each["drafter"] == "recycling")
+
+
+def branches(estimate: dict[str, Any]) -> bool:
+    return len({len(path) for path in estimate["tree"]}) < len(estimate["tree"])
+
+
+def test_a_quantised_model_verifies_trees_where_the_kernels_are(
+    capsys: pytest.CaptureFixture[str], config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("plan", config, "--profile", "cpu-x86", "--alpha", "0.5", "--precision", "int8")
+    found = {}
+    for installed in (True, False):
+        install(monkeypatch, installed)
+        found[installed] = answer(capsys, *words)
+    fast, slow = (recycling(found[installed]) for installed in (True, False))
+    assert branches(fast) and not branches(slow)
+    assert fast["plain_s"] < 0.8 * slow["plain_s"] and fast["speedup"] > slow["speedup"]
+    assert any("the CPU kernels run it" in note and "trees" in note for note in found[True]["assumptions"])
+    assert any("not installed here" in note and "chains only" in note for note in found[False]["assumptions"])
+    # In fp32 there is nothing for the kernels, and trees are verified either way.
+    in_fp32 = []
+    for installed in (True, False):
+        install(monkeypatch, installed)
+        in_fp32.append(answer(capsys, *words[:-1], "fp32"))
+    assert in_fp32[0] == in_fp32[1] and not any("kernels" in note for note in in_fp32[0]["assumptions"])
+    install(monkeypatch, True)
+    on_gpu = answer(capsys, "plan", config, "--profile", "h100-sxm", "--precision", "int8")
+    assert not any("kernels" in note for note in on_gpu["assumptions"])
+
+
+@pytest.mark.parametrize(("precision", "of_heads"), [("fp32", "int8"), ("int4", "int4"), ("bf16", "bf16")])
+def test_heads_that_are_not_built_are_reckoned_with_as_builds_have_them(
+    config: str, monkeypatch: pytest.MonkeyPatch, precision: str, of_heads: str
+) -> None:
+    asked = []
+
+    def head(source: str, config: object, precision: str) -> DraftSize:
+        asked.append((source, precision))
+        return replace(eagle_8b(5, 8), precision=precision)
+
+    monkeypatch.setattr(plan, "_head_size", head)
+    for installed in (True, False):
+        install(monkeypatch, installed)
+        _, drafts = plan._not_built(config, "heads", precision)
+        assert [draft.kernels for draft in drafts] == [installed and of_heads != "bf16", False, False]
+    assert asked == 2 * [("heads", of_heads)]
+
+
+def test_caches_of_quantised_models_are_wide_on_the_cpu_alone(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    cpu, gpu = (
+        answer(capsys, "plan", config, "--precision", "int8", "--profile", name) for name in ("cpu-x86", "h100-sxm")
+    )
+    assert (cpu["model"]["cache"], gpu["model"]["cache"]) == ("fp32", "fp16")
+    assert cpu["memory"]["caches"] == 2 * gpu["memory"]["caches"]
+
+
+def test_a_bundle_is_planned_on_the_kernels_that_it_has_graphs_for(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bundle"
+    assert build(checkpoint, path, "--precision", "int8", "--no-check") == 0
+    capsys.readouterr()
+    words = ("plan", str(path), "--profile", "cpu-x86", "--alpha", "0.8")
+    install(monkeypatch, True)
+    size, _ = sizes_here(Bundle.load(path))
+    assert size.kernels
+    fast = answer(capsys, *words)
+    assert any("the CPU kernels run it" in note for note in fast["assumptions"])
+    install(monkeypatch, False)
+    assert not sizes_here(Bundle.load(path))[0].kernels
+    slow = answer(capsys, *words)
+    assert any("not installed here" in note for note in slow["assumptions"])
+    # Of a model this small a step is its launches; the kernels' are those of their part of the profile.
+    rates = load_profile("cpu-x86").kernels
+    assert rates is not None and recycling(fast)["plain_s"] >= (rates.call_us + 2 * rates.layer_us) * 1e-6
+    assert recycling(fast)["plain_s"] != recycling(slow)["plain_s"]
+    assert branches(recycling(fast)) and not branches(recycling(slow))
+    # Of a build that is older than the kernels: no graph, so the rates and chains of the engine's own.
+    install(monkeypatch, True)
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["files"]["target.kernels.onnx"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "target.kernels.onnx").unlink()
+    old = answer(capsys, *words)
+    assert recycling(old)["plain_s"] == recycling(slow)["plain_s"] and not branches(recycling(old))
+    assert any("it has no graph for them" in note for note in old["assumptions"])
+
+
 def test_profiles_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(answer(capsys, "profiles", "list")["profiles"]) == set(profile_names())
     code, out, _ = run(capsys, "profiles", "list")
@@ -172,6 +272,8 @@ def test_profiles_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["call_us"] == 50 and shown["efficiency"]["overlap"] == 1  # its own, and what it extends
     code, out, _ = run(capsys, "profiles", "show", "jetson-orin-agx")
     assert code == 0 and "204.8" in out and "Technical Brief" in out
+    code, out, _ = run(capsys, "profiles", "show", "cpu-x86")
+    assert code == 0 and "kernels.efficiency.compute_in  int8 0.72" in out and out.startswith("title")
     assert run(capsys, "profiles", "show", "nothing")[0] == 2
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from specexport.profiles.cost import Roofline, Tuned
@@ -8,7 +10,7 @@ from specexport.profiles.sizes import DraftSize, decoder_size, lookup_size
 from specexport.runtime.cost_curve import CostCurve
 from specexport.runtime.device_profile import DeviceProfile, DraftCost
 from specexport.runtime.machine import this_machine
-from tests.profiles.sizes import eagle_8b, llama_8b, smollm2
+from tests.profiles.sizes import SIZES, eagle_8b, llama_8b, smollm2
 
 #: Milliseconds of SmolLM2-135M in fp32 on the reference machine (2 cores of an AMD EPYC, onnxruntime 1.32, S = 4096),
 #: by used rows and width, as measured.
@@ -37,6 +39,50 @@ def test_products_of_eight_bits_reach_less_of_their_rate() -> None:
     profile = roofline.profile
     assert profile.reached("int4") == profile.reached("int8") == pytest.approx(0.3 * profile.rate("int8"))
     assert profile.reached("bf16") == pytest.approx(0.92 * profile.rate("fp32"))
+
+
+#: The same of codes on our own kernels (2 cores of Zen 5, S = 4096 and 2048), by model, precision and used rows.
+KERNEL_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+ON_KERNELS = {
+    ("smollm2-135m", "int8"): {
+        64: (3.7, 4.1, 4.7, 5.4, 6.8, 11.0, 19.6),
+        512: (4.1, 4.8, 5.5, 6.6, 8.7, 14.3, 25.6),
+        1900: (5.1, 6.5, 7.3, 9.2, 13.4, 23.6, 43.5),
+    },
+    ("smollm2-135m", "int4"): {
+        64: (3.0, 3.2, 3.4, 4.1, 6.0, 10.1, 17.9),
+        512: (3.4, 3.9, 4.0, 5.0, 7.6, 13.0, 23.5),
+        1900: (4.5, 5.5, 5.6, 7.4, 12.2, 21.7, 40.7),
+    },
+    ("gemma-3-270m", "int4"): {
+        64: (5.5, 6.1, 6.8, 8.0, 11.5, 18.8, 33.5),
+        512: (6.1, 6.9, 8.2, 8.9, 12.8, 21.6, 38.8),
+        1900: (6.2, 7.2, 8.7, 9.2, 13.4, 22.7, 41.7),
+    },
+    ("smollm2-360m", "int4"): {
+        64: (6.5, 7.0, 8.0, 10.4, 15.3, 25.5, 45.8),
+        512: (7.4, 8.1, 9.3, 12.5, 18.3, 31.0, 56.2),
+        1900: (9.4, 10.9, 12.1, 16.7, 26.5, 47.0, 88.4),
+    },
+}
+
+
+@pytest.mark.parametrize(("model", "precision"), ON_KERNELS)
+def test_roofline_of_our_kernels_is_within_its_stated_error(model: str, precision: str) -> None:
+    size = replace(SIZES[model](precision), kernels=True)
+    roofline = Roofline(load_profile("cpu-x86"), size)
+    for used, row in ON_KERNELS[model, precision].items():
+        for width, ms in zip(KERNEL_WIDTHS, row, strict=True):
+            assert 1e3 * roofline.step_s(width, used) == pytest.approx(ms, rel=roofline.error)
+
+
+def test_a_head_on_our_kernels_drafts_faster() -> None:
+    roofline = Roofline(load_profile("cpu-x86"), smollm2("int8"))
+    head = replace(eagle_8b(3, 1), elements=8 << 20, weight_bytes=8 << 20, precision="int8", cache_row_bytes=0)
+    own, engines = (roofline.draft_s(replace(head, kernels=kernels), 3, 256) for kernels in (True, False))
+    assert own < 0.8 * engines
+    # Whether the target runs on them is no matter of the drafter's.
+    assert Roofline(roofline.profile, replace(roofline.size, kernels=True)).draft_s(head, 3, 256) == engines
 
 
 def test_roofline_is_memory_at_one_node_and_arithmetic_at_many() -> None:

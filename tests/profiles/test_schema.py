@@ -57,6 +57,8 @@ BAD = {
     "widths without 1": ("extends: rtx-50\nwidths: [2, 4]\n", "from 1 on"),
     "no sources": ("extends: rtx-50\nsources: []\n", "public source"),
     "no rate for the default": ("extends: rtx-30\nprecision: nvfp4\n", "the rate of nvfp4"),
+    "kernels without a rate": ("extends: cpu-x86\nkernels: {computes_in: {int4: fp8}}\n", "kernels.arithmetic_tops"),
+    "kernels of a name": ("extends: cpu-x86\nkernels: {title: x}\n", "unknown key kernels.'title'"),
     "unknown parent": ("extends: rtx-90\n", "no profile 'rtx-90'"),
     "parent of another type": ("extends: [rtx-50]\n", "extends is"),
     "itself": ("extends: mine.yaml\n", "extends itself"),
@@ -77,6 +79,20 @@ def test_bad_profile_is_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises(ProfileError) as caught:
         load_profile(write(tmp_path, text))
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(DEVICES))
+def test_our_kernels_have_rates_on_cpus_alone(name: str) -> None:
+    """They multiply with codes faster than the engine's own, and nowhere faster than the device can."""
+    profile = load_profile(name)
+    assert profile.rates(False) is profile
+    if not name.startswith("cpu"):
+        assert profile.kernels is None and profile.rates(True) is profile
+        return
+    rates = profile.rates(True)
+    for weights in ("int8", "int4"):
+        assert profile.reached(weights) <= rates.reached(weights) < rates.rate(weights)
+    assert rates.reached("int4") < rates.reached("int8")
 
 
 @pytest.mark.parametrize("name", ["rtx-90", "../rtx-50", "", "RTX-50"])

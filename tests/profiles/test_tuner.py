@@ -13,7 +13,7 @@ from specexport.engines.ort import OrtEngine
 from specexport.exporter.cli import main
 from specexport.profiles import timing, tuner
 from specexport.profiles.calibrate import Recording, row_s
-from specexport.profiles.sizes import bundle_size, drafter_size, lookup_size
+from specexport.profiles.sizes import bundle_size, drafter_size, graph_size, lookup_size
 from specexport.profiles.timing import measure_curve, noise_of
 from specexport.profiles.tuner import TuneOptions, read_prompts, tune_bundle, used_lengths, with_trees
 from specexport.runtime import device_profile
@@ -28,6 +28,7 @@ from specexport.runtime.device_profile import (
 )
 from specexport.runtime.engine import Step, chains_only, find_engine
 from specexport.runtime.errors import UsageError
+from specexport.runtime.initializers import Initializer
 from specexport.runtime.machine import this_machine
 from specexport.runtime.tree import Tree
 
@@ -225,6 +226,15 @@ def test_sizes_of_a_bundle(bundle: Bundle) -> None:
     assert (size.heads, size.intermediate_size, size.row_bytes) == (4, 96, 2 * 2 * 2 * 16 * 4)
     kinds = {info.name: drafter_size(bundle, info) for info in bundle.manifest.drafters}
     assert {name: draft.ranks for name, draft in kinds.items()} == {"suffix": 1, "ngram": 1, "recycling": 8}
+
+
+def test_query_heads_are_counted_and_not_taken_to_fill_the_hidden_size(bundle: Bundle) -> None:
+    """As Gemma's: wider than the hidden size together."""
+    target = bundle.manifest.target
+    for name, elements in (("weight", 1), ("weight.codes", 2)):
+        query = Initializer(f"layers.0.attention.q_proj.{name}", elements, (64, 6 * target.head_dim), None)
+        assert graph_size(target, [query], 0).heads == 6
+    assert graph_size(target, [Initializer("layers.0.qkv", 1, (64, 6 * target.head_dim), None)], 0).heads == 4
 
 
 @pytest.mark.parametrize(
