@@ -56,6 +56,8 @@ def make_controller(
     offered = bundle.manifest.drafters
     profile = find_profile(bundle, this_machine(engine_name, threads))
     costs: Costs
+    if profile is not None and profile.chains != chains:
+        profile = None  # measured with other kernels: with ours trees are verified, without them chains
     if profile is not None:
         costs, priors = MeasuredCosts(profile), tuned_priors(profile)
     else:

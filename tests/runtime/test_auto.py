@@ -65,6 +65,14 @@ def test_token_recycling_joins_where_it_is_cheap(bundle: Bundle, recycling_s: fl
     assert make_controller(alone, engine, ENGINE, 1).drafters == ("recycling",)
 
 
+@pytest.mark.parametrize("chains", [False, True])
+def test_a_profile_of_other_kernels_is_passed_over(bundle: Bundle, chains: bool) -> None:
+    """It says that recycling is cheap, which is believed only of a run that verified what this one does."""
+    write_profile(bundle, "here", replace(profile(bundle, 1e-6), chains=True))
+    engine = find_engine(ENGINE)(bundle.path, threads=1)
+    assert ("recycling" in make_controller(bundle, engine, ENGINE, 1, chains=chains).drafters) is chains
+
+
 def test_a_node_costs_less_where_trees_are_exact() -> None:
     """Our own kernels, which promise that, read weights once for many rows."""
     ours: Any = SimpleNamespace(tree_exact=True)
