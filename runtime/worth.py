@@ -22,6 +22,8 @@ TRUST = 2.0
 EXPLORE_LEFT = 1.0
 #: Steps between two tries of a head, at first and at most.
 PROBE_FIRST, PROBE_MOST = 2, 32
+#: The most of them after a new text begins, of a head that was expected to be worth most.
+PROBE_AGAIN = 8
 #: Steps are told apart by how many tokens the lookups promise beyond the bonus token: up to each of these, and more.
 PROMISES = (0.25, 0.75, 1.5, 3.0)
 _CLASSES = len(PROMISES) + 1
@@ -91,6 +93,7 @@ class Head:
 
     def __init__(self, drafter: Drafter, prior: Prior | None, *, due: bool = True) -> None:
         self.drafter, self.name = drafter, drafter.name
+        self._due = due and prior is not None
         self.stepwise = isinstance(drafter, StepwiseDrafter)
         self._lagging = drafter if isinstance(drafter, LaggingDrafter) else None
         self._overall = Mean(prior)
@@ -101,7 +104,9 @@ class Head:
         self.quiet = PROBE_FIRST if due else 0
 
     def begin(self) -> None:
-        """Another text: what paid now and then is due for a try."""
+        """Another text: what paid now and then, or is expected to pay, is due for a try."""
+        if self._due:
+            self.wait = min(self.wait, PROBE_AGAIN)
         if self.wait < PROBE_MOST:
             self.quiet = self.wait
 
