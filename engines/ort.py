@@ -27,6 +27,7 @@ from specexport.engines.ort_session import (
     load,
     open_graph,
     session_options,
+    uses_kernels,
 )
 from specexport.runtime import contract
 from specexport.runtime.engine import Step
@@ -79,7 +80,7 @@ def cpu_graph(folder: Path, graph: str) -> Path | None:
 def runs_kernels(folder: Path, graph: str) -> bool:
     """Whether this machine's CPU runs ``folder/graph`` on our own kernels."""
     path = cpu_graph(folder, graph)
-    return path is not None and path.name.endswith(KERNELS_SUFFIX)
+    return path is not None and uses_kernels(path)
 
 
 class _Plan:
@@ -154,7 +155,7 @@ class OrtEngine:
         self._lowering = lowered and provider is CPU
         found = cpu_graph(bundle_path, graph) if self._lowering else None
         self._lowered, path = found is not None, found or bundle_path / graph
-        self.tree_exact = path.name.endswith(KERNELS_SUFFIX)
+        self.tree_exact = uses_kernels(path)
         self._even = exact and self._lowered and not self.tree_exact
         self._open = partial(
             OrtEngine, bundle_path, threads=threads, provider=provider, lowered=lowered, optimize=optimize

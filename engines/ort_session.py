@@ -137,13 +137,18 @@ def open_graph(path: Path, threads: int = 0, provider: Provider = CPU) -> OrtGra
     return OrtGraph(load(path, session_options(threads), provider), provider.device)
 
 
+def uses_kernels(path: Path) -> bool:
+    """Whether a graph is one for our own kernels."""
+    return path.name.endswith(KERNELS_SUFFIX)
+
+
 def use_kernels(path: Path, options: ort.SessionOptions) -> None:
     """Load our own kernels for a session of a graph that uses them.
 
     Raises:
         BundleError: they are not there, or do not load.
     """
-    if not path.name.endswith(KERNELS_SUFFIX):
+    if not uses_kernels(path):
         return
     library = kernels_library()
     if library is None:

@@ -41,18 +41,17 @@ def lower_target(
     if config.head_dim % grouped_query.HEAD_DIM_MULTIPLE:
         return None
     lowered_file, commit_file = cpu_files(graph)
-    model = ir.load(folder / graph)
+    model, windows = ir.load(folder / graph), [layer.window for layer in config.layers]
     with _data(folder / lowered_file) as data:
         packed = Packed(data.put, {})
         pairs = exact and matmul_nbits.any_rows(model, accuracy_level)
-        grouped_query.lower(model, slots, [layer.window for layer in config.layers], data.put, pairs=pairs)
+        grouped_query.lower(model, slots, windows, data.put, pairs=pairs)
         skip_norm.lower(model)
         joined_products.lower(model)
         matmul_nbits.lower(model, packed, accuracy_level)
     if pairs:
         model.metadata_props[CPU_ANY_ROWS] = "1"
     ir.save(model, folder / lowered_file)
-    windows = [None if layer.window is None or layer.window >= slots else layer.window for layer in config.layers]
     _use_kernels(folder, graph, windows)
     commit = grouped_query.commit_model(
         config.num_layers, config.num_kv_heads, config.head_dim, slots, IR_DTYPES[activations]

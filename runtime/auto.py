@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.controller import Controller, FeatureController
-from specexport.runtime.costs import NODE_SHARE, NODE_SHARES, Costs, LearnedCosts
+from specexport.runtime.costs import Costs, LearnedCosts, node_share
 from specexport.runtime.device_profile import DeviceProfile, MeasuredCosts, find_profile
 from specexport.runtime.drafters import DRAFTERS, GRAPH_DRAFTERS, NO_DRAFTER, Drafter, make_drafter
 from specexport.runtime.drafters.base import FeatureDrafter
@@ -61,7 +61,7 @@ def make_controller(
     if profile is not None:
         costs, priors = MeasuredCosts(profile), tuned_priors(profile)
     else:
-        share = node_share(bundle.manifest.target.precision.weights, engine)
+        share = node_share(bundle.manifest.target.precision.weights, kernels=tree_exact(engine))
         drafts = draft_shares(bundle)
         costs, priors = LearnedCosts(share, drafts), trained_priors(bundle, drafts, share)
     kinds = {info.kind for info in offered if info.kind in DRAFTERS}
@@ -84,11 +84,6 @@ def make_controller(
     reads_features = any(isinstance(head, FeatureDrafter) for head in heads)
     kind = FeatureController if reads_features else Controller
     return kind(lookups, heads, costs, max_nodes=MAX_NODES, chains=chains, priors=priors)
-
-
-def node_share(weights: str, engine: TargetEngine) -> float:
-    """What a further node of a call costs before anything was measured, as a share of a call of one node."""
-    return NODE_SHARE if tree_exact(engine) else NODE_SHARES.get(weights, NODE_SHARE)
 
 
 def recycling_joins(profile: DeviceProfile | None) -> bool:

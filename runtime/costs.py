@@ -30,6 +30,15 @@ class Costs(Protocol):
 NODE_SHARE, NODE_SHARES = 0.05, {"int8": 0.1, "int4": 0.2}
 
 
+def node_share(weights: str, *, kernels: bool) -> float:
+    """What a further node of a call costs before anything was measured, as a share of a call of one node.
+
+    Args:
+        weights: their format. kernels: our own run the target.
+    """
+    return NODE_SHARE if kernels else NODE_SHARES.get(weights, NODE_SHARE)
+
+
 @dataclass(frozen=True, slots=True)
 class DraftShare:
     """What a draft is expected to cost before it was timed, as shares of a call of one node.

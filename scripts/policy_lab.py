@@ -24,13 +24,15 @@ from random import Random
 from statistics import median
 from time import process_time
 
+from specexport.engines.ort import runs_kernels
 from specexport.exporter.bench.replay import Recorded, RecordedHead, Step, read_recorded, record, replay
 from specexport.exporter.bench.suites import SuitePrompt, read_suite
 from specexport.exporter.progress import Progress
 from specexport.runtime import Bundle, SamplingParams, Session
 from specexport.runtime.auto import MAX_NODES, beside_lookups, recycling_joins, tuned_priors
+from specexport.runtime.bundle import TARGET_GRAPH
 from specexport.runtime.controller import Controller
-from specexport.runtime.costs import NODE_SHARE, NODE_SHARES, DraftShare, LearnedCosts
+from specexport.runtime.costs import NODE_SHARE, DraftShare, LearnedCosts, node_share
 from specexport.runtime.device_profile import DeviceProfile, MeasuredCosts
 from specexport.runtime.drafters import DRAFTERS, Drafter, make_drafter
 from specexport.runtime.engine import find_engine
@@ -110,9 +112,9 @@ class Expected:
     @staticmethod
     def of(bundle: Bundle) -> Expected:
         """What a session of this bundle begins with if it is not tuned."""
-        node_share = NODE_SHARES.get(bundle.manifest.target.precision.weights, NODE_SHARE)
+        share = node_share(bundle.manifest.target.precision.weights, kernels=runs_kernels(bundle.path, TARGET_GRAPH))
         shares = draft_shares(bundle)
-        return Expected(node_share, shares, beside_lookups(trained_priors(bundle, shares, node_share)))
+        return Expected(share, shares, beside_lookups(trained_priors(bundle, shares, share)))
 
 
 class Lab:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from specexport.runtime.auto import AUTO, default_policy, make_controller, node_share
+from specexport.runtime.auto import AUTO, default_policy, make_controller
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.cost_curve import CostCurve
-from specexport.runtime.costs import NODE_SHARE, NODE_SHARES
+from specexport.runtime.costs import NODE_SHARE, NODE_SHARES, node_share
 from specexport.runtime.device_profile import DeviceProfile, DraftCost, TunedTree, fingerprint, write_profile
-from specexport.runtime.engine import find_engine
+from specexport.runtime.engine import find_engine, tree_exact
 from specexport.runtime.machine import this_machine
 
 ENGINE = "onnxruntime-cpu"
@@ -77,6 +77,10 @@ def test_a_node_costs_less_where_trees_are_exact() -> None:
     """Our own kernels, which promise that, read weights once for many rows."""
     ours: Any = SimpleNamespace(tree_exact=True)
     others: Any = SimpleNamespace()
-    assert node_share("int8", ours) == node_share("fp32", others) == NODE_SHARE
-    assert node_share("int8", others) == NODE_SHARES["int8"]
-    assert node_share("int4", others) > node_share("int8", others) > NODE_SHARE
+
+    def share(weights: str, engine: Any) -> float:
+        return node_share(weights, kernels=tree_exact(engine))
+
+    assert share("int8", ours) == share("fp32", others) == NODE_SHARE
+    assert share("int8", others) == NODE_SHARES["int8"]
+    assert share("int4", others) > share("int8", others) > NODE_SHARE
