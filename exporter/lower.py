@@ -11,7 +11,7 @@ import onnx_ir as ir
 from specexport.engines.ort import CPU_ANY_ROWS, TARGET_FILE, cpu_files, kernels_file
 from specexport.exporter.config import TargetConfig
 from specexport.exporter.graph_file import IR_DTYPES, DataFile
-from specexport.exporter.passes import grouped_query, joined_products, kernels, matmul_nbits, skip_norm
+from specexport.exporter.passes import grouped_query, grow_tree, joined_products, kernels, matmul_nbits, skip_norm
 from specexport.exporter.passes.matmul_nbits import Packed
 
 
@@ -83,6 +83,7 @@ def _use_kernels(folder: Path, graph: str, windows: Sequence[int | None]) -> Non
     """Write the graph for our own kernels beside the CPU lowering, whose data it shares, where they take it."""
     model = ir.load(folder / cpu_files(graph)[0])
     if kernels.lower(model, windows):
+        grow_tree.lower(model)
         ir.save(model, folder / kernels_file(graph))
 
 

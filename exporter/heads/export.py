@@ -31,6 +31,7 @@ from specexport.exporter.heads.recurrent import RecurrentDrafter
 from specexport.exporter.heads.trees import DynamicTree, StaticTree
 from specexport.exporter.layers import Capture
 from specexport.exporter.passes import pick_features, used_rows
+from specexport.exporter.passes.grow_tree import Layer
 from specexport.exporter.quantize.insert import Parts, rows_of, stored_parts
 from specexport.exporter.quantize.plan import Plan
 from specexport.exporter.weights import WeightSource
@@ -116,6 +117,9 @@ def export_recurrent(
     model = trace(drafter, inputs, [*proposal, *(past.replace("past", "present", 1) for past in caches)], "drafter")
     _pick(model, record, offered)
     used_rows.lower(model, slots)
+    layer = _layer(record, tree)
+    if layer is not None:
+        layer.note(model)
     tables = {"embedding": (record.embedding, ("embedding",)), "lm_head": (record.lm_head, LM_HEAD)}
     wanted = {name: names for name, (whose, names) in tables.items() if whose == "target"}
     shared = target_tables(target_graph, wanted)
@@ -123,6 +127,32 @@ def export_recurrent(
         shared["lm_head"] = rows_of(shared["lm_head"], record.draft_to_target)
     save_graph(model, chain(drafter.values(weights), _own_lm_head(shared, plan)), path, shared=shared, plan=plan)
     return drafter.valid_rows
+
+
+def _layer(record: RecurrentRecord, tree: DynamicTree | StaticTree) -> Layer | None:
+    """The description of a drafter that our own operator can grow; None for the others."""
+    blocks = record.blocks
+    plain = blocks.latent is None and blocks.experts is None and not blocks.gated
+    biased = blocks.attention_bias or blocks.output_bias or blocks.mlp_bias or record.fuse_bias
+    if (blocks.num_layers, record.prediction_layers, record.embedding_scale) != (1, 1, 1.0) or not plain or biased:
+        return None
+    if not isinstance(tree, DynamicTree):
+        return None
+    return Layer(
+        heads=blocks.num_heads,
+        kv_heads=blocks.num_kv_heads,
+        head_dim=blocks.head_dim,
+        scale=blocks.attention_scale,
+        epsilon=blocks.norm_eps,
+        activation=blocks.activation,
+        fused=record.fusion == "project",
+        hidden_first=record.order[0] == "hidden",
+        norm_residual=record.norm_before_residual,
+        feed_normed=record.feedback == "normed",
+        depth=tree.depth,
+        topk=tree.topk,
+        nodes=tree.nodes,
+    )
 
 
 def _own_lm_head(

@@ -73,7 +73,7 @@ def _maker(value: ir.Value | None, op_type: str) -> ir.Node | None:
     return node if node is not None and node.op_type == op_type and alone else None
 
 
-def _take(old: ir.Value, new: ir.Value) -> None:
+def take(old: ir.Value, new: ir.Value) -> None:
     """``new`` in place of ``old``, by its name."""
     new.name, new.shape, new.type = old.name, old.shape, old.type
     old.name = None
@@ -104,9 +104,9 @@ def _multiply(graph: ir.Graph, node: ir.Node) -> None:
         num_outputs=1 if total is None else 2,
     )
     graph.insert_before(node, fused)
-    _take(output, fused.outputs[0])
+    take(output, fused.outputs[0])
     if total is not None:
-        _take(total, fused.outputs[1])
+        take(total, fused.outputs[1])
 
 
 def _gate(node: ir.Node) -> tuple[int, ir.Value]:
@@ -179,6 +179,6 @@ def _attend(graph: ir.Graph, node: ir.Node, window: int | None) -> None:
         num_outputs=3,
     )
     graph.insert_before(node, fused)
-    _take(output, fused.outputs[0])
+    take(output, fused.outputs[0])
     for old, new in zip(node.outputs[1:], fused.outputs[1:], strict=True):
-        _take(old, new)
+        take(old, new)

@@ -13,5 +13,5 @@ namespace avx2 {
 }  // namespace avx2
 
 const Kernels kAvx2 = {"avx2",           avx2::kSigned,  avx2::norm_row, avx2::quantize_row,
-                          avx2::product, avx2::prepare, avx2::attend};
+                          avx2::product, avx2::prepare, avx2::attend,  avx2::survey};
 }  // namespace specexport

@@ -13,5 +13,5 @@ namespace avx512 {
 }  // namespace avx512
 
 const Kernels kAvx512 = {"avx512",           avx512::kSigned,  avx512::norm_row, avx512::quantize_row,
-                          avx512::product, avx512::prepare, avx512::attend};
+                          avx512::product, avx512::prepare, avx512::attend,  avx512::survey};
 }  // namespace specexport

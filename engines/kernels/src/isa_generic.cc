@@ -11,5 +11,5 @@ namespace generic {
 }  // namespace generic
 
 const Kernels kGeneric = {"generic",           generic::kSigned,  generic::norm_row, generic::quantize_row,
-                          generic::product, generic::prepare, generic::attend};
+                          generic::product, generic::prepare, generic::attend,  generic::survey};
 }  // namespace specexport

@@ -13,5 +13,5 @@ namespace neon {
 }  // namespace neon
 
 const Kernels kNeon = {"neon",           neon::kSigned,  neon::norm_row, neon::quantize_row,
-                          neon::product, neon::prepare, neon::attend};
+                          neon::product, neon::prepare, neon::attend,  neon::survey};
 }  // namespace specexport

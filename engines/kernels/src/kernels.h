@@ -11,6 +11,7 @@
 namespace specexport {
 
 constexpr int kLanes = 16;  // outputs of a panel, and lanes of every floating-point sum
+constexpr int kTopBlock = 256;  // values that share a mark of how large they are at most
 constexpr int kMaxRows = 4;  // rows of a tile of products, and of a unit of attention
 
 // A matrix [outputs, width] of codes, packed. Panel p holds outputs 16 p to 16 p + 15: for every four columns the four
@@ -44,12 +45,15 @@ struct Attention {
   const float *cosine, *sine;          // [positions, rotated]
   const int64_t* positions;            // [nodes]
   int64_t past;
-  const uint8_t* tree;  // bool [nodes, nodes]
+  const uint8_t* tree;  // bool [nodes, nodes], or null: lists and counts are given
   float *cache_k, *cache_v;  // [kv_heads, slots, width]
-  float* output;             // [nodes, heads * width]
-  float* turned;             // scratch [heads, nodes, width]
-  int32_t* lists;            // scratch [nodes, nodes]: the nodes that a node sees, first to last
-  int32_t* counts;           // scratch [nodes]: their number, or -1 where they are all up to itself
+  float *fresh_k, *fresh_v;  // rows of the tree: row r of head h is at (h * fresh_slots + r) * width
+  int64_t fresh_slots, fresh_first;  // the first of the call's own
+  float* output;    // [nodes, heads * width]
+  float* turned;    // scratch [heads, nodes, width]
+  int32_t* lists;   // scratch [nodes, list_stride]: rows of the tree that a node sees, first to last
+  int32_t* counts;  // scratch [nodes]: their number, or -1 where they are all up to itself and lie behind the cache's
+  int list_stride;
 };
 
 struct Kernels {
@@ -65,8 +69,11 @@ struct Kernels {
   // Rotated queries to scratch, keys and values to the caches, lists of nodes. Once, before the units.
   void (*prepare)(const Attention&);
   // Attention of query rows [first, first + count) of a key head, count <= kMaxRows; row = node * group + head.
-  // scratch: count * (slots + nodes + 16) floats.
+  // scratch: count * (slots + list_stride + 16) floats.
   void (*attend)(const Attention&, int kv_head, int first, int count, float* scratch);
+  // Adds `other` to x in place and says what the sum's softmax is made of: its largest value, and the sum of e^(x -
+  // largest). tops: the largest of each kTopBlock values.
+  void (*survey)(float* x, const float* other, int count, float* tops, float* largest, float* sum);
 };
 
 extern const Kernels kGeneric;

@@ -26,7 +26,7 @@ struct OrtApiBase {
   const char*(*version)();
 };
 
-enum ElementType { kUndefined = 0, kFloat = 1, kUint8 = 2, kInt64 = 7, kBool = 9 };
+enum ElementType { kUndefined = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kInt64 = 7, kBool = 9 };
 enum Presence { kRequired = 0, kOptional = 1 };
 
 // ONNX Runtime's OrtCustomOp; what is null is not used.

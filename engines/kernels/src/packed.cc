@@ -4,7 +4,10 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
+#include <mutex>
 #include <new>
+#include <unordered_map>
 
 #include "select.h"
 
@@ -41,7 +44,8 @@ PackedMatrix::PackedMatrix(const uint8_t* codes, const float* scales, const uint
   const size_t code_bytes = aligned(panel_bytes * panels);
   const size_t scale_count = static_cast<size_t>(panels) * kLanes * (row_scales ? 1 : blocks);
   const size_t zero_count = zeros == nullptr ? 0 : static_cast<size_t>(panels) * kLanes * blocks;
-  memory_ = allocate(code_bytes + aligned(4 * scale_count) + aligned(4 * zero_count));
+  bytes_ = code_bytes + aligned(4 * scale_count) + aligned(4 * zero_count);
+  memory_ = allocate(bytes_);
   auto* packed = static_cast<uint8_t*>(memory_);
   auto* packed_scales = reinterpret_cast<float*>(packed + code_bytes);
   auto* packed_zeros = reinterpret_cast<int32_t*>(packed + code_bytes + aligned(4 * scale_count));
@@ -87,5 +91,39 @@ PackedMatrix::PackedMatrix(const uint8_t* codes, const float* scales, const uint
 }
 
 PackedMatrix::~PackedMatrix() { std::free(memory_); }
+
+std::shared_ptr<const PackedMatrix> PackedMatrix::kept(std::shared_ptr<const PackedMatrix> made) {
+  // Never destroyed: sessions may outlive what the end of a process destroys.
+  static auto& mutex = *new std::mutex;
+  static auto& all = *new std::unordered_multimap<uint64_t, std::weak_ptr<const PackedMatrix>>;
+  const uint64_t digest = made->digest();
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto [each, end] = all.equal_range(digest);
+  while (each != end) {
+    const auto found = each->second.lock();
+    if (found != nullptr && *found == *made) return found;
+    each = found == nullptr ? all.erase(each) : std::next(each);
+  }
+  all.emplace(digest, made);
+  return made;
+}
+
+uint64_t PackedMatrix::digest() const {
+  uint64_t state = bytes_;
+  for (size_t i = 0; i < bytes_; i += sizeof state) {  // memory is a multiple of 64 bytes
+    uint64_t word;
+    std::memcpy(&word, static_cast<const char*>(memory_) + i, sizeof word);
+    state = (state ^ word) * 0x9E3779B97F4A7C15;
+    state ^= state >> 29;
+  }
+  return state;
+}
+
+bool PackedMatrix::operator==(const PackedMatrix& other) const {
+  const Matrix &a = view_, &b = other.view_;
+  return bytes_ == other.bytes_ && a.outputs == b.outputs && a.width == b.width && a.block == b.block &&
+         a.bits == b.bits && a.row_scales == b.row_scales && a.zero == b.zero && !a.zeros == !b.zeros &&
+         std::memcmp(memory_, other.memory_, bytes_) == 0;
+}
 
 }  // namespace specexport

@@ -59,7 +59,7 @@ def product_session(
         ("block_size", 64, "codes have another size|scales have another size"),
         ("block_size", 65552, "block_size must be a multiple of 16, at most 65536"),
         ("block_size", (1 << 31) - 16, "block_size must be a multiple of 16, at most 65536"),
-        ("gate", 3, "a gate needs a multiple of 32 outputs"),
+        ("gate", 3, "gate must be 0, 1 or 2"),
         ("gate", 1, "a gate needs a multiple of 32 outputs"),
         ("gate", -1, "attribute gate is out of range"),
         ("epsilon", 1, "attribute epsilon is missing or of another type"),
