@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <string>
 
@@ -128,7 +129,8 @@ GrowTree::Call GrowTree::read(const OrtKernelContext* context) const {
   call.slots = cache.dims[2], call.width = cache.dims[3];
   expect(call.width > 0 && call.width <= kLargestHead, "heads must have 1 to 1024 values");
   expect(call.slots <= INT32_MAX, "caches have too many rows");
-  expect(qkv_.matrix->view().outputs == (heads_ + 2 * kv_heads_) * call.width && output_.width == heads_ * call.width,
+  expect(qkv_.matrix->view().outputs == (heads_ + int64_t{2} * kv_heads_) * call.width &&
+             output_.width == heads_ * call.width,
          "the matrices of attention do not fit its heads");
   expect(call.in[kPast].count() == 1 && call.in[kTokens].dims.size() == 2, "past must be [1] and tokens [1, A]");
   const int64_t past = *call.in[kPast].as<int64_t>(), fresh = call.in[kTokens].dims[1];
@@ -152,6 +154,13 @@ GrowTree::Call GrowTree::read(const OrtKernelContext* context) const {
   }
   expect(fuse_.matrix || !call.in[kInputNorm], "without fuse the layer's input has no norm of its own");
   expect(call.in[kNorm] || !feed_normed_, "there is no norm to feed back");
+  const Part* parts[] = {&fuse_, &qkv_, &output_, &gate_up_, &down_, &lm_head_};
+  for (size_t i = 0; i < std::size(parts); ++i) {
+    const OrtValue* zeros = nullptr;
+    check(api_, api_.input(context, kMatrices + 3 * i + 2, &zeros));
+    expect(zeros == nullptr || !parts[i]->matrix || parts[i]->matrix->view().zeros != nullptr,
+           "zero points must be constants");
+  }
   return call;
 }
 
@@ -358,6 +367,7 @@ void GrowTree::select(OrtKernelContext* context, const Pool& pool) const {
   auto* tokens = output<int64_t>(api_, context, 0, {count});
   auto* parents = output<int64_t>(api_, context, 1, {count});
   auto* scores = output<float>(api_, context, 2, {count});
+  if (count == 0) return;  // an empty tensor has no memory
   expect(tokens != nullptr && parents != nullptr && scores != nullptr, "all three outputs must be there");
   for (size_t i = 0; i < kept.size(); ++i) {
     const auto number = static_cast<size_t>(kept[i]);

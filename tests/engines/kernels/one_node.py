@@ -1,4 +1,4 @@
-"""Graphs of one node of our own operators, on onnxruntime's CPU provider. As a program: a digest of their results."""
+"""Graphs of one node of our own operators, on onnxruntime's CPU provider, and a digest of their results."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ needs_kernels = pytest.mark.skipif(kernels_library() is None, reason="the CPU ke
 ISAS = ("generic", "avx2", "avx512", "neon")
 _KINDS = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.uint8): TensorProto.UINT8}
 _KINDS |= {np.dtype(np.int64): TensorProto.INT64, np.dtype(np.bool_): TensorProto.BOOL}
+_KINDS |= {np.dtype(np.int8): TensorProto.INT8}
 
 
 def session(
@@ -34,12 +35,14 @@ def session(
     attributes: Mapping[str, int | float],
     constants: Mapping[str, NDArray[Any]] | None = None,
     threads: int = 1,
+    integers: Sequence[str] = (),
 ) -> ort.InferenceSession:
     """A graph of one node.
 
     Args:
         inputs: in the operator's order, None for one that is left out; only type and rank of the arrays count.
-        outputs: names, "" for one that is left out. constants: those of the inputs that are initializers.
+        outputs: names, "" for one that is left out; ``integers`` are those of int64.
+        constants: those of the inputs that are initializers.
     """
     constants = constants or {}
     given = {name: array for name, array in inputs.items() if array is not None and name not in constants}
@@ -49,7 +52,11 @@ def session(
         [node],
         "one",
         [helper.make_tensor_value_info(name, _KINDS[x.dtype], [None] * x.ndim) for name, x in given.items()],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs if name],
+        [
+            helper.make_tensor_value_info(name, TensorProto.INT64 if name in integers else TensorProto.FLOAT, None)
+            for name in outputs
+            if name
+        ],
         [onnx.numpy_helper.from_array(array, name) for name, array in constants.items()],
     )
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, 1)]
@@ -289,7 +296,3 @@ def isa() -> str:
     name = ctypes.CDLL(str(kernels_library())).specexport_kernels_isa
     name.restype = ctypes.c_char_p
     return str(name().decode())
-
-
-if __name__ == "__main__":
-    print(isa(), digest())
