@@ -148,7 +148,7 @@ def _layer(record: RecurrentRecord, tree: DynamicTree | StaticTree) -> Layer | N
         fused=record.fusion == "project",
         hidden_first=record.order[0] == "hidden",
         norm_residual=record.norm_before_residual,
-        feed_normed=record.feedback == "normed",
+        feed_normed=record.final_norm and record.feedback == "normed",
         depth=tree.depth,
         topk=tree.topk,
         nodes=tree.nodes,

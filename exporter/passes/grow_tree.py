@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from specexport.exporter.passes.kernels import DOMAIN, GELU_TANH, SILU, take
+from specexport.exporter.quantize.insert import ORDER
 from specexport.runtime import contract
 
 #: Metadata of a drafter's graph: the :class:`Layer` in it, as JSON.
@@ -101,6 +102,8 @@ def lower(model: ir.Model, least: float = LEAST) -> bool:
     tables = [_floats(graph, name) for name in _TABLES]
     if state is None or "embedding.zeros" in graph.initializers or (tables[2] is None) == (tables[3] is None):
         return False
+    if any(name.endswith(f".{ORDER}") for name in graph.initializers):
+        return False  # a product whose columns are in another order
     inputs, outputs = _named(graph.inputs), _named(graph.outputs)
     norms = [_floats(graph, name) for name in _NORMS]
     attributes: dict[str, int | float] = {

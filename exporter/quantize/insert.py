@@ -64,7 +64,7 @@ def stored_parts(graph: ir.Graph, name: str) -> ir.TensorProtocol | Parts | None
         value = graph.initializers.get(name + suffix)
         return None if value is None else value.const_value
 
-    roles = {role: tensor(f".{role}") for role in (CODES, SCALES, ZEROS, OUTER)}
+    roles = {role: tensor(f".{role}") for role in (CODES, SCALES, ZEROS, ORDER, OUTER)}
     tensors = {role: found for role, found in roles.items() if found is not None}
     if CODES not in tensors:
         whole = tensor("")
@@ -81,7 +81,7 @@ def rows_of(stored: ir.TensorProtocol | Parts, ids: NDArray[np.int64]) -> ir.Ten
     if isinstance(stored, Parts):
         count = sizes(stored.tensors[CODES])[0]
         picked = {
-            role: _rows(tensor, ids) if sizes(tensor)[:1] == (count,) else tensor
+            role: _rows(tensor, ids) if sizes(tensor)[:1] == (count,) and role != ORDER else tensor
             for role, tensor in stored.tensors.items()
         }
         return Parts(picked, stored.block)

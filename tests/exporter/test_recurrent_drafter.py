@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from specexport.exporter.graph_file import DataFile
 from specexport.exporter.heads.export import export_recurrent
 from specexport.exporter.heads.record import RecurrentRecord
 from specexport.exporter.heads.trees import DynamicTree, StaticTree
+from specexport.exporter.quantize import insert
+from specexport.exporter.quantize.record import Quantized
 from specexport.runtime.contract import DRAFT_LOGPROBS, DRAFT_PARENTS, DRAFT_TOKENS
 from tests.exporter.draft_reference import (
     CASES,
@@ -109,16 +111,22 @@ def test_ties_keep_ancestors_and_take_the_first(
         assert distance(as_drafted(outputs[name] for name in PROPOSAL), reference) < 1e-5
 
 
-def write_target(folder: Path, tables: dict[str, torch.Tensor]) -> Path:
+def write_target(folder: Path, tables: Mapping[str, torch.Tensor | Quantized]) -> Path:
     """A graph file with the tables of a target in its data file."""
     path = folder / "target.onnx"
     values = []
     with DataFile(folder / "target.onnx.data") as data:
         data.append("before", torch.zeros(7))
+        stored: dict[str, ir.TensorProtocol] = {}
         for name, table in tables.items():
-            tensor = data.append(name, table)
+            if isinstance(table, Quantized):
+                parts = insert.store(name, table, False, ir.DataType.FLOAT, data.put)
+                stored |= {f"{name}.{role}": tensor for role, tensor in parts.tensors.items()}
+            else:
+                stored[name] = data.append(name, table)
+        for name, tensor in stored.items():
             kind = ir.TensorType(tensor.dtype)
-            values.append(ir.Value(name=name, const_value=tensor, shape=ir.Shape(tensor.shape), type=kind))
+            values.append(ir.Value(name=name, const_value=tensor, shape=ir.Shape(insert.sizes(tensor)), type=kind))
     graph = ir.Graph([], values, nodes=[], initializers=values, name="target", opset_imports={"": 24})
     ir.save(ir.Model(graph, ir_version=10), path)
     return path
@@ -151,3 +159,23 @@ def test_own_tables_win_and_missing_ones_are_the_targets(tmp_path: Path) -> None
         used = Weights(own.tensors | {name: target.get(name, target["embedding"]) for name in sources})
         assert distance(answers[-1], expected(heads, used, STATIC, features, tokens)) < 1e-5
     assert min(distance(a, b) for a, b in itertools.combinations(answers, 2)) > 1e-2
+
+
+@pytest.mark.parametrize("case", ["eagle1", "eagle3"])
+def test_codes_of_a_target_in_an_order_of_their_own(case: str, tmp_path: Path) -> None:
+    """Fault: an lm_head with GPTQ's act-order that the head multiplied with its columns out of place."""
+    heads = replace(record(case), lm_head="target")
+    own, rng = Weights.random(heads), torch.Generator().manual_seed(3)
+    codes = torch.randint(-127, 128, (VOCAB, WIDTH), generator=rng, dtype=torch.int8)
+    scales = (0.5 + torch.rand(VOCAB, 1, generator=rng)) / 200
+    stored = Quantized(8, codes, scales, None, WIDTH, torch.randperm(WIDTH, generator=rng))
+    target = write_target(tmp_path, {"lm_head": stored})
+    features, tokens = random_input(heads, 5)
+    outputs = run_graph(export(heads, own, DYNAMIC, tmp_path / "drafter.onnx", target=target), heads)(
+        features, tokens, 0
+    )
+    rows = slice(None) if heads.draft_to_target is None else heads.draft_to_target
+    used = Weights(own.tensors | {"lm_head": stored.dequantize()[rows]})
+    assert distance(
+        as_drafted(outputs[name] for name in PROPOSAL), expected(heads, used, DYNAMIC, features, tokens)
+    ) < (1e-5)
