@@ -46,6 +46,9 @@ LOWERED_INPUTS = (contract.TOKENS, contract.POSITIONS, contract.TREE, contract.P
 #: Cache rows of the lowered graphs that hold no tokens (``exporter.passes.grouped_query`` says why).
 CPU_SPARE_ROWS = 1
 
+#: Operator of our own that grows a drafter's tree (``exporter.passes.grow_tree``).
+GROW_TREE = "GrowTree"
+
 #: Metadata key of a lowered target that sees itself to the rows of an odd call (``exporter.lower``).
 CPU_ANY_ROWS = "specexport.any_rows"
 
@@ -81,6 +84,12 @@ def runs_kernels(folder: Path, graph: str) -> bool:
     """Whether this machine's CPU runs ``folder/graph`` on our own kernels."""
     path = cpu_graph(folder, graph)
     return path is not None and uses_kernels(path)
+
+
+def grows_trees(folder: Path, graph: str) -> bool:
+    """Whether this machine's CPU grows the tree of a drafter's graph in one operator, our own."""
+    path = cpu_graph(folder, graph)
+    return path is not None and uses_kernels(path) and GROW_TREE.encode() in path.read_bytes()
 
 
 class _Plan:
@@ -249,6 +258,10 @@ class OrtEngine:
         lowered = cpu_graph(self._bundle_path, name) if self._lowering else None
         path = lowered or self._bundle_path / name
         return open_graph(path, self._threads, self._provider.heads or self._provider)
+
+    def grows_trees(self, name: str) -> bool:
+        """See :func:`specexport.runtime.engine.grows_trees`."""
+        return self._lowering and grows_trees(self._bundle_path, name)
 
     def open_target(self, name: str) -> OrtEngine:
         """See :meth:`specexport.runtime.engine.TargetEngine.open_target`."""

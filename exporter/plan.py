@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specexport.engines.kernels.library import kernels_library
-from specexport.engines.ort import runs_kernels
+from specexport.engines.ort import grows_trees, runs_kernels
 from specexport.exporter.config import TargetConfig, read_config
 from specexport.profiles import acceptance
 from specexport.profiles.acceptance import Expectation
@@ -119,7 +119,7 @@ def plan_for(source: str, options: PlanOptions) -> Planned:
         notes.append(f"weights in {precision}, not built yet")
     on_cpu = profile.backend == CPU_BACKEND
     if not on_cpu:
-        size, drafts = replace(size, kernels=False), [replace(draft, kernels=False) for draft in drafts]
+        size, drafts = replace(size, kernels=False), [replace(draft, kernels=False, grown=False) for draft in drafts]
     elif bundle is None and size.precision in CODES:
         size = replace(size, cache="fp32")  # what builds have it in for this engine
     if tuned is not None:
@@ -175,8 +175,11 @@ def sizes_here(bundle: Bundle) -> tuple[ModelSize, list[DraftSize]]:
     size = replace(bundle_size(bundle), kernels=runs and runs_kernels(bundle.path, TARGET_GRAPH))
     drafts = []
     for info in bundle.manifest.drafters:
-        kernels = runs and info.graph is not None and runs_kernels(bundle.path, info.graph)
-        drafts.append(replace(drafter_size(bundle, info), kernels=kernels))
+        size_here = drafter_size(bundle, info)
+        if runs and info.graph is not None:
+            kernels, grown = runs_kernels(bundle.path, info.graph), grows_trees(bundle.path, info.graph)
+            size_here = replace(size_here, kernels=kernels, grown=grown)
+        drafts.append(size_here)
     return size, drafts
 
 

@@ -89,7 +89,8 @@ class DraftSize:
             nodes: most that it drafts, 0: any number.
         elements, weight_bytes: of the matrices of one call. stored_bytes: in memory, beyond what the target has.
         cache_row_bytes: of a token in its own cache. layers: launched in a call. precision: of its weights.
-        kernels: our own kernels run it.
+        kernels: our own kernels run it. grown: one operator grows its tree, so its matrices stay in the processor's
+            cache from depth to depth, as far as they fit.
     """
 
     name: str
@@ -105,6 +106,7 @@ class DraftSize:
     layers: int = 0
     precision: str = "fp32"
     kernels: bool = False
+    grown: bool = False
 
     def widths(self, offered: Sequence[int]) -> list[int]:
         """Those of the ``offered`` T that it can fill: up to the first that holds all it drafts."""

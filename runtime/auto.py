@@ -14,8 +14,8 @@ from specexport.runtime.drafters.base import FeatureDrafter
 from specexport.runtime.drafters.ngram import NgramDrafter
 from specexport.runtime.drafters.recycling import RecyclingDrafter
 from specexport.runtime.drafters.suffix import SuffixDrafter
-from specexport.runtime.engine import TargetEngine, tree_exact
-from specexport.runtime.expected import draft_shares, trained_priors
+from specexport.runtime.engine import TargetEngine, grows_trees, tree_exact
+from specexport.runtime.expected import draft_shares, row_share, trained_priors
 from specexport.runtime.machine import this_machine
 from specexport.runtime.worth import BESIDE_LOOKUPS, Prior
 
@@ -62,8 +62,9 @@ def make_controller(
         costs, priors = MeasuredCosts(profile), tuned_priors(profile)
     else:
         share = node_share(bundle.manifest.target.precision.weights, kernels=tree_exact(engine))
-        drafts = draft_shares(bundle)
-        costs, priors = LearnedCosts(share, drafts), trained_priors(bundle, drafts, share)
+        grown = {info.name for info in offered if info.graph is not None and grows_trees(engine, info.graph)}
+        drafts = draft_shares(bundle, grown)
+        costs, priors = LearnedCosts(share, drafts, row_share(bundle)), trained_priors(bundle, drafts, share)
     kinds = {info.kind for info in offered if info.kind in DRAFTERS}
     kinds -= {kind for kind, by in _COVERED.items() if by in kinds}
     if kinds > {RecyclingDrafter.name} and not recycling_joins(profile):

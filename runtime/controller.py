@@ -146,6 +146,8 @@ class Controller:
         """A new prompt; what was learnt about drafters and costs stays."""
         self._used, self._fresh, self._trees, self.decision = len(tokens), 0, [], None
         self._ledger.begin()
+        if any(head.margin(0, self._ledger.price) > 0.0 for head in self._heads.values()):
+            self._ledger.trust_again()
         for head in self._heads.values():
             head.begin()
         for drafter in self._all:
@@ -228,12 +230,13 @@ class Controller:
 
     def _choose(self, promise: int, left: float) -> tuple[Head | None, bool]:
         """The head to ask, and whether that is a try: one that is due, else the one that earns most in what is to come.
+        While that one is more than may be lost, nobody is tried: what may be lost is saved up for it.
 
         Args:
             left: about how many steps the answer can still have.
         """
         plain_s, price, budget = self._costs.step_s(1, self._used), self._ledger.price, self._ledger.budget
-        best: tuple[float, Head | None] = (0.0, None)
+        best: tuple[float, float, Head | None] = (0.0, 0.0, None)
         due: list[Head] = []
         for head in self._heads.values():
             draft = self._costs.draft_s(head.name) / plain_s
@@ -242,11 +245,13 @@ class Controller:
             if catching_up > max(CATCH_UP * left, 0.5 * budget):
                 continue
             if gain > 0.0:
-                if gain > best[0] and draft <= budget + self._ledger.trust:
-                    best = (gain, head)
+                if gain > best[0]:
+                    best = (gain, draft, head)
             elif head.quiet >= head.wait and draft <= budget:
                 due.append(head)
-        return (max(due, key=lambda head: head.quiet), True) if due else (best[1], False)
+        if best[1] > budget + self._ledger.trust:
+            return None, False
+        return (max(due, key=lambda head: head.quiet), True) if due else (best[2], False)
 
     def _ask(self, head: Head, request: DraftRequest, behind: int) -> tuple[Tree, float]:
         """A head's tree and what such a tree costs, in seconds, but for catching up."""

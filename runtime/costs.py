@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 from types import MappingProxyType
 from typing import Protocol
 
@@ -53,70 +54,69 @@ class DraftShare:
     spread: float = 1.0
 
 
-#: Weight of the newest measurement.
-_RATE = 0.05
+#: A thousand rows in use: they make a call longer by what reading them takes, of what a call reads; and of that share
+#: this again for each further node, which reads nothing but computes (seen on x86 CPUs).
+ROW_SHARE, NODE_ROWS = 0.1, 0.25
 #: A measurement beyond this multiple of what was expected is a hiccup of the machine and counts as the multiple.
 _CLIP = 2.0
 #: How far the time of one proposal may be off what proposals take, of that; how much less sure a time is for being old.
 _JITTER, _AGE = 0.25, 1.05
-#: Calls of one width that its departure from the line is a mean of.
-_STAIRS = 24.0
-#: How many measurements of other widths the prior slope is worth.
-_PRIOR = 4.0
+#: How far what was expected of a call's shares may be off, of them; how much of that is forgotten a call.
+_UNSURE, _FORGOTTEN = 0.75, 0.003
+#: How far the time of one call may be off what calls take, and how far a machine's speed wanders from call to call.
+_CALL_JITTER, _WANDER = 0.15, 0.012
+#: Calls of one width that its departure from the surface is a mean of, and calls that it is weighed against.
+_STAIRS, _FLAT = 24.0, 4.0
 
 
 class LearnedCosts:
-    """A straight line through the times of the calls so far, older ones counting less, and what widths depart from it.
+    """A surface through the times of the calls so far, older ones counting less, and what widths depart from it.
 
-    ``t(T) = base + slope * (T - 1)`` by weighted least squares, with the prior that ``slope`` is a known share of
-    ``base``. Kernels work in blocks of rows, so times climb stairs: a width that was seen often
-    costs what it cost. Good for a first hour on an unknown machine; ``specexport tune`` measures the curve itself.
+    ``t(T, used) = base * (1 + a (T - 1) + c used + d (T - 1) used)``: a machine is slow or fast for a while, which
+    changes the base at once, and what its kernels are like, the shares a, c and d, hardly changes. So what was seen in
+    a long text says what to expect of a short one. A Kalman filter (1960) whose state wanders so, from the shares that
+    were expected. Kernels work in blocks of rows, so times climb stairs: a width that was seen often costs what it
+    cost. Good for a first hour on an unknown machine; ``specexport tune`` measures the curve itself.
 
     Args:
         node_share: what a further node costs before anything was measured, see :data:`NODE_SHARES`.
         draft_shares: what drafts are expected to cost, by drafter.
+        row_share: what a thousand rows in use cost before anything was measured.
     """
 
     def __init__(
-        self, node_share: float = NODE_SHARE, draft_shares: Mapping[str, DraftShare] = MappingProxyType({})
+        self,
+        node_share: float = NODE_SHARE,
+        draft_shares: Mapping[str, DraftShare] = MappingProxyType({}),
+        row_share: float = ROW_SHARE,
     ) -> None:
-        self._node_share, self._draft_shares = node_share, draft_shares
-        # Exponentially weighted sums of 1, x, t, x * x and x * t with x = T - 1.
-        self._one = self._x = self._t = self._xx = self._xt = 0.0
-        self._base, self._slope = 0.0, 0.0
-        #: Calls (at most :data:`_STAIRS`) and mean departure from the line, by width.
+        self._draft_shares = draft_shares
+        self._state = [1.0, node_share, row_share, NODE_ROWS * row_share]
+        #: Variances of the shares before anything was measured: they never get less sure.
+        self._most = [(_UNSURE * share) ** 2 for share in self._state]
+        self._covariance: list[list[float]] = []  # none before the first call: the base has no unit
+        #: Calls (at most :data:`_STAIRS`) and mean departure from the surface, as a share of it, by width.
         self._stairs: dict[int, tuple[float, float]] = {}
         self._drafts: dict[str, _DraftTime] = {}
 
     def step_s(self, nodes: int, used: int) -> float:
-        if not self._one:
-            return 1.0 + self._node_share * (nodes - 1)
         seen, departure = self._stairs.get(nodes, (0.0, 0.0))
-        return max(0.5 * self._base, self._base + self._slope * (nodes - 1) + departure * seen / (seen + _PRIOR))
+        return self._surface(_features(nodes, used)) * (1.0 + departure * seen / (seen + _FLAT))
 
     def draft_s(self, name: str, behind: int = 0) -> float:
         return (self._drafts.get(name) or self._unknown(name)).seconds(behind)
 
     def observe_step(self, nodes: int, used: int, seconds: float) -> None:
-        if self._one:
-            seconds = min(seconds, _CLIP * self.step_s(nodes, used))
-        x, keep = nodes - 1.0, 1.0 - _RATE
-        self._one = keep * self._one + 1.0
-        self._x = keep * self._x + x
-        self._t = keep * self._t + seconds
-        self._xx = keep * self._xx + x * x
-        self._xt = keep * self._xt + x * seconds
-        # Ridge towards slope = share * mean time: few widths say little about the slope.
-        mean_x, mean_t = self._x / self._one, self._t / self._one
-        variance = self._xx / self._one - mean_x * mean_x
-        covariance = self._xt / self._one - mean_x * mean_t
-        prior = self._node_share * mean_t / (1.0 + self._node_share * mean_x)
-        weight = _PRIOR / self._one
-        self._slope = max(0.0, (covariance + weight * prior) / (variance + weight))
-        self._base = max(mean_t - self._slope * mean_x, 0.1 * mean_t)
+        features = _features(nodes, used)
+        if not self._covariance:
+            base = seconds / self._surface(features)
+            self._state = [base * share for share in self._state]
+            self._covariance = [[base * base * self._most[i] if i == j else 0.0 for j in range(4)] for i in range(4)]
+        seconds = min(seconds, _CLIP * self.step_s(nodes, used))
+        self._learn(features, seconds)
         seen, departure = self._stairs.get(nodes, (0.0, 0.0))
         seen = min(seen + 1.0, _STAIRS)
-        departure += (seconds - self._base - self._slope * x - departure) / seen
+        departure += (seconds / self._surface(features) - 1.0 - departure) / seen
         self._stairs[nodes] = seen, departure
 
     def observe_draft(self, name: str, seconds: float, behind: int = 0) -> None:
@@ -127,6 +127,40 @@ class LearnedCosts:
 
     def _unknown(self, name: str) -> _DraftTime:
         return _DraftTime(self.step_s(1, 0), self._draft_shares.get(name, DraftShare()))
+
+    def _surface(self, features: Sequence[float]) -> float:
+        return sum([mine * feature for mine, feature in zip(self._state, features, strict=True)])
+
+    def _learn(self, features: Sequence[float], seconds: float) -> None:
+        """The filter's step: the whole state grows or shrinks together, each share a little by itself."""
+        state, base, wander = self._state, self._state[0], _WANDER * _WANDER
+        covariance = [
+            [known + wander * mine * other for known, other in zip(row, state, strict=True)]
+            for row, mine in zip(self._covariance, state, strict=True)
+        ]
+        for i in range(1, 4):
+            most = base * base * self._most[i]
+            covariance[i][i] += _FORGOTTEN * most
+            if covariance[i][i] > most > 0.0:  # seldom seen, it is as unsure as at first, not less
+                shrink = (most / covariance[i][i]) ** 0.5
+                covariance[i] = [shrink * each for each in covariance[i]]
+                for row in covariance:
+                    row[i] *= shrink
+        expected = self._surface(features)
+        towards = [sum(map(mul, row, features)) for row in covariance]
+        whole = sum(map(mul, towards, features)) + (_CALL_JITTER * expected) ** 2
+        off = (seconds - expected) / whole
+        self._state = [max(each + off * mine, 0.0) for each, mine in zip(state, towards, strict=True)]
+        self._state[0] = max(self._state[0], 0.25 * base)
+        self._covariance = [
+            [known - mine * other / whole for known, other in zip(row, towards, strict=True)]
+            for row, mine in zip(covariance, towards, strict=True)
+        ]
+
+
+def _features(nodes: int, used: int) -> tuple[float, float, float, float]:
+    more, rows = nodes - 1.0, used / 1000.0
+    return 1.0, more, rows, more * rows
 
 
 class _DraftTime:

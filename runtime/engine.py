@@ -139,6 +139,13 @@ def tree_exact(engine: TargetEngine) -> bool:
     return bool(getattr(engine, "tree_exact", False))
 
 
+def grows_trees(engine: TargetEngine, graph: str) -> bool:
+    """Whether an engine grows the whole tree of a drafter's graph in one operator, so that the drafter's matrices stay
+    in the processor's cache from depth to depth."""
+    ask = getattr(engine, "grows_trees", None)
+    return ask is not None and bool(ask(graph))
+
+
 def chains_only(precision: PrecisionInfo, engine: TargetEngine | None = None) -> bool:
     """Whether tokens are those of plain decoding only as long as no branching tree is verified.
 

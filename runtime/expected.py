@@ -6,6 +6,7 @@ calibrate``) or in its manifest, for heads that were trained here. All of it is 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import accumulate
 from operator import mul
 
@@ -22,20 +23,25 @@ _SPREAD = 0.5
 #: Bytes that a machine reads in the time of the small operators of a head's call, and of those of a step (seen there:
 #: EAGLE-3 beside fp32, int8 and int4 targets on our kernels, all within a fifth).
 _CALL_BYTES, _STEP_BYTES = 8e6, 16e6
+#: The first of these where one operator grows the tree, each depth; of the matrices it reads again what the processor's
+#: cache does not hold, of the size of which this is a cautious guess.
+_GROWN_BYTES, _CACHED_BYTES = 6e6, 16e6
 #: Bytes that a machine reads in the time of one product of a row that the drafter catches up with (seen there too).
 _ROW_BYTES = 0.15
 #: A share is never less: launching a graph takes time as well.
 _LEAST_DRAFT, _LEAST_ROW = 0.02, 0.0001
 
 
-def draft_shares(bundle: Bundle) -> dict[str, DraftShare]:
+def draft_shares(bundle: Bundle, grown: Collection[str] = ()) -> dict[str, DraftShare]:
     """What a proposal of each drafter with a graph costs by the bytes it reads, of those that a step reads.
+
+    Args:
+        grown: drafters whose trees grow in one operator (:func:`specexport.runtime.engine.grows_trees`).
 
     Raises:
         BundleError: a graph that is no ONNX file.
     """
-    files = bundle.manifest.files
-    step = _STEP_BYTES + sum(files[name].bytes for name in (TARGET_GRAPH, f"{TARGET_GRAPH}.data") if name in files)
+    step = _step_bytes(bundle)
     shares = {}
     for info in bundle.manifest.drafters:
         if info.graph is None:
@@ -44,12 +50,30 @@ def draft_shares(bundle: Bundle) -> dict[str, DraftShare]:
         # A recurrent head calls its matrices once a depth; Medusa's are all called once, a draft model's once a token.
         calls = info.depth if "depth" in info.options and info.kind != ModelDrafter.kind else 1
         products = sum(tensor.elements for tensor in read if not is_lm_head(tensor))
+        whole = sum(tensor.bytes for tensor in read)
+        if info.name in grown:
+            draft = whole + calls * _GROWN_BYTES + (calls - 1) * max(0.0, whole - _CACHED_BYTES)
+        else:
+            draft = calls * (_CALL_BYTES + whole)
         shares[info.name] = DraftShare(
-            draft=max(_LEAST_DRAFT, calls * (_CALL_BYTES + sum(tensor.bytes for tensor in read)) / step),
+            draft=max(_LEAST_DRAFT, draft / step),
             row=max(_LEAST_ROW, _ROW_BYTES * products / step),
             spread=_SPREAD,
         )
     return shares
+
+
+def row_share(bundle: Bundle) -> float:
+    """What a thousand rows in use add to a step, by the bytes that it reads of them."""
+    target = bundle.manifest.target
+    rows = sum(1000 if window is None else min(window, 1000) for window in target.windows or (None,) * target.layers)
+    value = 4 if target.precision.activations == "fp32" else 2
+    return 2 * target.kv_heads * target.head_dim * value * rows / _step_bytes(bundle)
+
+
+def _step_bytes(bundle: Bundle) -> float:
+    files = bundle.manifest.files
+    return _STEP_BYTES + sum(files[name].bytes for name in (TARGET_GRAPH, f"{TARGET_GRAPH}.data") if name in files)
 
 
 def trained_priors(bundle: Bundle, shares: dict[str, DraftShare], node_share: float) -> dict[str, Prior]:

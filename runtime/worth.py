@@ -13,8 +13,8 @@ from specexport.runtime.drafters.base import Drafter, LaggingDrafter, StepwiseDr
 
 #: A head that is asked must lose by this much before it is left out; one that is left out must win by as much.
 HYSTERESIS = 0.02
-#: Share of the time that heads may lose by being tried; what they may lose at first, and what they may save up of what
-#: they won.
+#: Share of the time that heads may lose by being tried; what they may lose at first, and again in each new text where
+#: one is expected to pay; and what they may save up of what they won.
 EXPLORE, EXPLORE_FIRST, EXPLORE_MOST = 0.0075, 1.5, 5.0
 #: What heads that are judged to pay may lose besides: most of that is luck.
 TRUST = 2.0
@@ -22,6 +22,8 @@ TRUST = 2.0
 EXPLORE_LEFT = 1.0
 #: Steps between two tries of a head, at first and at most.
 PROBE_FIRST, PROBE_MOST = 2, 32
+#: The most of them of a head that is expected to be worth less than another one.
+PROBE_OTHERS = 128
 #: The most of them after a new text begins, of a head that was expected to be worth most.
 PROBE_AGAIN = 8
 #: Steps are told apart by how many tokens the lookups promise beyond the bonus token: up to each of these, and more.
@@ -34,6 +36,9 @@ _RATE, _PROBE_RATE = 0.1, 0.2
 _BESIDE, BESIDE_LOOKUPS = (1.0, 0.65, 0.5, 0.4, 0.3), 0.6
 #: Steps with other promises, or as was known beforehand, that the steps with one promise are weighed against.
 _SHARED = 4.0
+#: How far what is expected of a head in a new text goes from what it was worth in the last one to what it was in most,
+#: and the weight of the newest step in the latter.
+_LIKE_MOST, _TYPICAL_RATE = 0.5, 0.01
 #: How much of what a head promised and of what it gave is left a step, and tokens that both begin with.
 _KEPT, _TRUSTED = 0.99, 8.0
 #: How much of the rate of the last steps is left a step, and steps of plain decoding that it begins with.
@@ -74,6 +79,13 @@ class Mean:
         self.more, self.cost = (prior.more, prior.cost) if prior else (0.0, 0.0)
         self.seen = _SHARED if prior else 0.0
 
+    def begin(self, typical: Mean) -> None:
+        """Another text: it may be like the last one, or like most."""
+        if typical.seen:
+            self.more += _LIKE_MOST * (typical.more - self.more)
+            self.cost += _LIKE_MOST * (typical.cost - self.cost)
+        self.seen = min(self.seen, _SHARED)
+
     def learn(self, more: float, cost: float, rate: float) -> None:
         self.seen = min(1.0 / rate, self.seen + 1.0)
         self.more += (more - self.more) / self.seen
@@ -96,15 +108,19 @@ class Head:
         self._due = due and prior is not None
         self.stepwise = isinstance(drafter, StepwiseDrafter)
         self._lagging = drafter if isinstance(drafter, LaggingDrafter) else None
-        self._overall = Mean(prior)
+        self._overall, self._typical = Mean(prior), Mean(prior)
         self._classes = [Mean() for _ in range(_CLASSES)]
         self._on = [due and prior is not None and share * prior.more > prior.cost for share in _BESIDE]
         self._promised, self._gained = [0.0] * _CLASSES, [0.0] * _CLASSES
+        self._most = PROBE_MOST if due else PROBE_OTHERS
         self.wait = PROBE_FIRST if due else PROBE_MOST
         self.quiet = PROBE_FIRST if due else 0
 
     def begin(self) -> None:
         """Another text: what paid now and then, or is expected to pay, is due for a try."""
+        self._overall.begin(self._typical)
+        for mean in self._classes:
+            mean.seen = min(mean.seen, _SHARED)
         if self._due:
             self.wait = min(self.wait, PROBE_AGAIN)
         if self.wait < PROBE_MOST:
@@ -150,10 +166,11 @@ class Head:
             sums[promise] += fresh
         rate = _PROBE_RATE if tried else _RATE
         self._overall.learn(more / _BESIDE[promise], cost, rate)
+        self._typical.learn(more / _BESIDE[promise], cost, _TYPICAL_RATE)
         self._classes[promise].learn(more, cost, rate)
         self._on[promise] = self.margin(promise, price) > 0.0
         self.quiet = 0
-        self.wait = PROBE_FIRST if self._on[promise] else min(PROBE_MOST, 2 * self.wait)
+        self.wait = PROBE_FIRST if self._on[promise] else min(self._most, 2 * self.wait)
 
 
 def _truth(gained: float, promised: float, expected: float) -> float:
@@ -166,7 +183,7 @@ class Ledger:
 
     A head is asked only if that may be lost: a share of the time spent, a step or two at first, and what heads won
     before. So whatever heads say, and however wrong they are judged, a long text is slower than with the lookups alone
-    by that share at most.
+    by that share at most, and by those few steps.
 
     Attributes:
         budget: plain steps that may be lost by tries. trust: those that heads which are judged to pay may lose besides.
@@ -180,6 +197,10 @@ class Ledger:
         """Another prompt: what time was worth says little about it."""
         self._all.fade()
         self._alone.fade()
+
+    def trust_again(self) -> None:
+        """Another prompt, where a head is expected to pay: what was lost in the last one says little about it."""
+        self.budget, self.trust = max(self.budget, EXPLORE_FIRST), max(self.trust, EXPLORE_FIRST)
 
     @property
     def price(self) -> float:

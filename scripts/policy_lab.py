@@ -24,7 +24,7 @@ from random import Random
 from statistics import median
 from time import process_time
 
-from specexport.engines.ort import runs_kernels
+from specexport.engines.ort import grows_trees, runs_kernels
 from specexport.exporter.bench.replay import Recorded, RecordedHead, Step, read_recorded, record, replay
 from specexport.exporter.bench.suites import SuitePrompt, read_suite
 from specexport.exporter.progress import Progress
@@ -32,11 +32,11 @@ from specexport.runtime import Bundle, SamplingParams, Session
 from specexport.runtime.auto import MAX_NODES, beside_lookups, recycling_joins, tuned_priors
 from specexport.runtime.bundle import TARGET_GRAPH
 from specexport.runtime.controller import Controller
-from specexport.runtime.costs import NODE_SHARE, DraftShare, LearnedCosts, node_share
+from specexport.runtime.costs import NODE_SHARE, ROW_SHARE, DraftShare, LearnedCosts, node_share
 from specexport.runtime.device_profile import DeviceProfile, MeasuredCosts
 from specexport.runtime.drafters import DRAFTERS, Drafter, make_drafter
 from specexport.runtime.engine import find_engine
-from specexport.runtime.expected import draft_shares, trained_priors
+from specexport.runtime.expected import draft_shares, row_share, trained_priors
 from specexport.runtime.records import parse_json, read_record
 from specexport.runtime.session import find_drafter
 from specexport.runtime.worth import Prior
@@ -94,7 +94,7 @@ class ToldDrafts(LearnedCosts):
     """Learns steps from what it is told, and drafts from what they cost on the machine that was tuned, in its mood."""
 
     def __init__(self, costs: MeasuredCosts, mood: Mood, expected: Expected) -> None:
-        super().__init__(expected.node_share, expected.shares)
+        super().__init__(expected.node_share, expected.shares, expected.row_share)
         self._true, self._mood = costs, mood
 
     def observe_draft(self, name: str, seconds: float, behind: int = 0) -> None:
@@ -103,9 +103,10 @@ class ToldDrafts(LearnedCosts):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a controller that learns begins with: costs of nodes and drafts, and what heads are expected to bring."""
+    """What a controller that learns begins with: costs of nodes, rows and drafts, and what heads should bring."""
 
     node_share: float
+    row_share: float = ROW_SHARE
     shares: dict[str, DraftShare] = field(default_factory=dict)
     priors: dict[str, Prior] = field(default_factory=dict)
 
@@ -113,8 +114,11 @@ class Expected:
     def of(bundle: Bundle) -> Expected:
         """What a session of this bundle begins with if it is not tuned."""
         share = node_share(bundle.manifest.target.precision.weights, kernels=runs_kernels(bundle.path, TARGET_GRAPH))
-        shares = draft_shares(bundle)
-        return Expected(share, shares, beside_lookups(trained_priors(bundle, shares, share)))
+        drafters = bundle.manifest.drafters
+        grown = {info.name for info in drafters if info.graph is not None and grows_trees(bundle.path, info.graph)}
+        shares = draft_shares(bundle, grown)
+        priors = beside_lookups(trained_priors(bundle, shares, share))
+        return Expected(share, row_share(bundle), shares, priors)
 
 
 class Lab:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
+from specexport.engines.ort import GROW_TREE
 from specexport.exporter.passes.kernels import DOMAIN, GELU_TANH, SILU, take
 from specexport.exporter.quantize.insert import ORDER
 from specexport.runtime import contract
@@ -130,7 +131,7 @@ def lower(model: ir.Model, least: float = LEAST) -> bool:
             attributes[f"{name}_{its}"] = 0 if node is None else node.attributes[own].as_int()
     names = (contract.NOISE, contract.PAST, contract.TOKENS)
     given = [lm_head.outputs[0], state, *(inputs[name] for name in names), *caches]
-    grown = ir.node("GrowTree", [*given, *tables, *norms, *stored], attributes, domain=DOMAIN, num_outputs=3)
+    grown = ir.node(GROW_TREE, [*given, *tables, *norms, *stored], attributes, domain=DOMAIN, num_outputs=3)
     graph.append(grown)
     for name, new in zip(
         (contract.DRAFT_TOKENS, contract.DRAFT_PARENTS, contract.DRAFT_LOGPROBS), grown.outputs, strict=True
