@@ -16,6 +16,7 @@ depth, whose n rows are those that may be drafted; zeros rank by the head's own 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -101,6 +102,8 @@ def export_recurrent(
     Returns:
         Rows of the vocabulary that may be drafted.
     """
+    # Prediction layer k drafts depth k: those below the tree's depth draft nothing.
+    record = replace(record, prediction_layers=min(record.prediction_layers, tree.depth))
     with torch.device("meta"):
         drafter = RecurrentDrafter(record, slots, dtype, tree, valid_vocab=valid_vocab).eval()
         accepted = torch.export.Dim(contract.COMMIT_DIM)

@@ -83,6 +83,23 @@ def test_module_and_graph_are_the_reference(case: str, depth: int, tmp_path: Pat
         assert distance(as_drafted([exported[name] for name in PROPOSAL]), reference) < 1e-5
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_tree_less_deep_than_a_chain_takes_as_many_layers(depth: int, tmp_path: Path) -> None:
+    """Fault: the norm behind the last prediction layer, which nothing drafts from, was a fault of the exporter."""
+    record, tensors = calm(ALL["mtp_deepseek_chain"])
+    tree, path, valid = DynamicTree(depth, 3, 3), tmp_path / "drafter.onnx", V - 3
+    weights = Weights(tensors)
+    export_recurrent(
+        record, weights, path, dtype=torch.float32, slots=SLOTS, tree=tree, valid_vocab=valid, target_graph=path
+    )
+    run, chain = run_graph(path, replace(record, prediction_layers=depth)), Chain(record, tensors)
+    features, tokens = inputs(6)
+    for past, end in ((0, 4), (4, 6)):
+        reference = grow(partial(chain.logprobs, features[:end], tokens[:end], valid), tree)
+        exported = run(features[past:end], tokens[past:end], past)
+        assert distance(as_drafted([exported[name] for name in PROPOSAL]), reference) < 1e-5
+
+
 def as_drafted(outputs: Any) -> Drafted:
     tokens, parents, scores = (np.asarray(value) for value in outputs)
     return tokens.tolist(), parents.tolist(), scores.astype(np.float64)
