@@ -169,6 +169,7 @@ class Attention:
 
     Attributes:
         pairs: R, rotated pairs of a head; None for no rotation.
+        treeless: calls give no tree, and are chains.
     """
 
     heads: int = 4
@@ -179,6 +180,7 @@ class Attention:
     window: int = 0
     packed: bool = True
     norms: bool = False
+    treeless: bool = False
     threads: int = 1
     epsilon: float = 1e-6
     positions: int = 4096
@@ -226,7 +228,7 @@ class Attention:
             "past_v": caches[1],
             "positions": positions[None].astype(np.int64),
             "past": np.array([past], np.int64),
-            "tree": tree[None],
+            **({} if self.treeless else {"tree": tree[None]}),
         }
 
     @cached_property

@@ -254,3 +254,19 @@ def test_scores_that_are_huge_or_alike_stay_numbers() -> None:
         y, *_ = attention.run(states, chain(6), 40, caches)
         wanted, _ = expected(attention, states, chain(6), 40, caches)
         assert np.isfinite(y).all() and np.abs(y - wanted).max() < 1e-5
+
+
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("width", [24, 64])
+def test_without_a_tree_a_call_is_a_chain(width: int, window: int) -> None:
+    """To the last bit, output and caches; and not by way of what an earlier call left in the lists."""
+    attention = Attention(width=width, pairs=width // 2, window=window, norms=True)
+    treeless = replace(attention, treeless=True)
+    rng = np.random.default_rng(0)
+    for nodes, past in ((1, 0), (7, 0), (30, 20), (5, 91), (1, 40)):
+        states, caches = attention.states(nodes), attention.caches(past)
+        attention.run(attention.states(40), random_tree(rng, 40), 10, attention.caches(10))
+        found, wanted = (each.run(states, chain(nodes), past, caches) for each in (treeless, attention))
+        assert all(np.array_equal(mine, other, equal_nan=True) for mine, other in zip(found, wanted, strict=True))
+        y, _ = expected(attention, states, chain(nodes), past, caches)
+        assert np.abs(found[0] - y).max() < 1e-5
