@@ -62,9 +62,9 @@ _CLIP = 2.0
 #: How far the time of one proposal may be off what proposals take, of that; how much less sure a time is for being old.
 _JITTER, _AGE = 0.25, 1.05
 #: How far what was expected of a call's shares may be off, of them; how much of that is forgotten a call.
-_UNSURE, _FORGOTTEN = 0.75, 0.003
+_UNSURE, _FORGOTTEN = 0.75, 0.0005
 #: How far the time of one call may be off what calls take, and how far a machine's speed wanders from call to call.
-_CALL_JITTER, _WANDER = 0.15, 0.012
+_CALL_JITTER, _WANDER = 0.3, 0.03
 #: Calls of one width that its departure from the surface is a mean of, and calls that it is weighed against.
 _STAIRS, _FLAT = 24.0, 4.0
 

@@ -27,7 +27,7 @@ _CALL_BYTES, _STEP_BYTES = 8e6, 16e6
 #: cache does not hold, of the size of which this is a cautious guess.
 _GROWN_BYTES, _CACHED_BYTES = 6e6, 16e6
 #: Bytes that a machine reads in the time of one product of a row that the drafter catches up with (seen there too).
-_ROW_BYTES = 0.15
+_ROW_BYTES = 0.06
 #: A share is never less: launching a graph takes time as well.
 _LEAST_DRAFT, _LEAST_ROW = 0.02, 0.0001
 

@@ -23,6 +23,10 @@ class Query(NamedTuple):
     rows: Tensor
     gate: Tensor | None
 
+    def newest(self) -> Query:
+        """Those of the last row."""
+        return Query(self.rows[:, :, -1:], None if self.gate is None else self.gate[:, -1:])
+
 
 class DraftAttention(nn.Module):
     """What all kinds share: Hq query heads over Hkv cached ones, keys and values of a width each."""

@@ -131,6 +131,8 @@ class RecurrentDrafter(DraftStep):
             first = 2 * (step * count + index)
             new = [ops.append_rows(caches[first + i], rows, past) for i, rows in enumerate((key, value))]
             presents.extend(new)
+            if step == len(steps) - 1 and index == count - 1:  # what the tree grows from; no row before it is read
+                query, mask = query.newest(), mask[..., -1:, :]
             return attention.over_cache(query, (new[0], new[1]), mask)
 
         embedded, hidden = self._embedded(tokens), self._hidden(features)
@@ -144,7 +146,7 @@ class RecurrentDrafter(DraftStep):
             if number:  # its own row is there for rows before the first, which nothing reads
                 seen = seen & (((columns - past) >= (number - past)) | (columns == positions[0].unsqueeze(1)))
             mask = torch.where(seen, zero, floor).unsqueeze(0).unsqueeze(0)
-            out = step.run(embedded, hidden, partial(extend, number, mask))
+            out = step.run(embedded, hidden, partial(extend, number, mask), newest=number == len(steps) - 1)
             states.append(step.ends(out)[1])
             ends.append(step.ends(out[:, -1:]))
         if self.chain:

@@ -68,10 +68,17 @@ class DraftStep(nn.Module):
             return fused, fused
         return joined, normed if self.record.norm_before_residual else hidden
 
-    def run(self, embedded: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
-        """The last layer's output [1, T, Hd] for embeddings [1, T, He] and hidden states [1, T, Hd], both float32."""
+    def run(self, embedded: Tensor, hidden: Tensor, attend: Attend, *, newest: bool = False) -> Tensor:
+        """The last layer's output [1, T, Hd] for embeddings [1, T, He] and hidden states [1, T, Hd], both float32.
+
+        Args:
+            newest: of the last row alone, to which ``attend`` then keeps in the last layer; the others are there for
+                their keys and values.
+        """
         x, residual = self.join(embedded, hidden)
         for index, layer in enumerate(self.layers):
+            if newest and index == len(self.layers) - 1:
+                residual = residual[:, -1:]
             x = residual = layer(x, residual, partial(attend, index))
         out: Tensor = residual
         return out

@@ -12,10 +12,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from specexport.engines.ort import GROW_TREE
+from specexport.exporter.passes.graph import constant
 from specexport.exporter.passes.kernels import DOMAIN, GELU_TANH, SILU, take
 from specexport.exporter.quantize.insert import ORDER
 from specexport.runtime import contract
@@ -176,6 +178,8 @@ def _state(lm_head: ir.Node, *, normed: bool) -> ir.Value | None:
     while value is not None and (node := value.producer()) is not None:
         if node.op_type == "RMSNormalization":
             return value if normed else node.inputs[0]
+        if node.op_type == "SkipSimplifiedLayerNormalization":
+            return value if normed else node.outputs[3]
         if node.op_type not in ("Gather", "Reshape", "Squeeze"):
             break
         value = node.inputs[0]
@@ -190,7 +194,7 @@ def _attend(
     parts: Sequence[ir.Value | None],
     attributes: dict[str, int | float],
 ) -> list[ir.Value]:
-    """Attention of the new rows, a chain, in one node; returns the caches with them.
+    """Attention of the new rows, a chain, in one node, of which the last is read; returns the caches with them.
 
     Args:
         parts: cos, sin, and the norms of queries and keys.
@@ -217,8 +221,9 @@ def _attend(
         domain=DOMAIN,
         num_outputs=3,
     )
-    graph.insert_after(qkv, node)
-    output.replace_input_with(0, node.outputs[0])
+    newest = ir.node("Gather", [node.outputs[0], constant(graph, "newest", np.array([-1], np.int64))], {"axis": 1})
+    graph.insert_after(qkv, [node, newest])
+    output.replace_input_with(0, newest.outputs[0])
     for name, new in zip(pasts, node.outputs[1:], strict=True):
         take(outputs[name.replace("past", "present", 1)], new)
     return list(node.outputs[1:])

@@ -272,6 +272,22 @@ def test_a_head_that_is_known_to_pay_is_asked_at_once_and_one_known_to_lose_late
     assert [head.asked for head in heads] == [29, 0, 0]  # the first step is timed
 
 
+def test_what_may_be_lost_is_saved_up_for_a_head_that_pays() -> None:
+    """The cheaper one is due for a try, but its tries would take what the better one waits for."""
+    priors = {"good": Prior(2.0, 0.6), "cheap": Prior(0.1, 0.3)}
+    world, costs = World(), Curve(0.05, good=0.4, cheap=0.1)
+    heads = [Guess(world, name, lambda _: 0.8, 0.8, seed=seed) for seed, name in enumerate(priors)]
+    controller = Controller([], heads, costs, max_nodes=8, priors=priors)
+    controller.begin([0], 0)
+    simulate(controller, world, costs, heads, 1)
+    controller._ledger.budget, controller._ledger.trust = 0.3, 0.0
+    controller._heads["cheap"].quiet = controller._heads["cheap"].wait
+    simulate(controller, world, costs, heads, 5)
+    assert [head.asked for head in heads] == [0, 0]
+    simulate(controller, world, costs, heads, 20)  # by then it is saved up
+    assert heads[0].asked > 5
+
+
 def test_a_false_promise_costs_little_and_an_unkind_one_is_found_out() -> None:
     def rate(right: float, prior: Prior, steps: int) -> tuple[float, Guess]:
         world, costs = World(), Curve(0.05, head=0.5)

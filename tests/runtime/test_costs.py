@@ -1,4 +1,4 @@
-"""Learned costs: the line is found, hiccups and single widths do not bend it."""
+"""Learned costs: the surface is found, hiccups and single widths do not bend it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,21 @@ def test_one_width_alone_keeps_the_prior_slope() -> None:
         costs.observe_step(1, 0, 0.5)
     assert costs.step_s(1, 0) == pytest.approx(0.5)
     assert costs.step_s(11, 0) == pytest.approx(0.5 * (1 + 10 * NODE_SHARE))
+
+
+def test_what_a_long_text_showed_holds_for_a_short_one_and_a_mood_of_the_machine_for_all_widths() -> None:
+    def true_s(nodes: int, used: int) -> float:
+        return 0.004 * (1 + 0.03 * (nodes - 1) + 0.2 * used / 1000 + 0.06 * (nodes - 1) * used / 1000)
+
+    rng, costs = random.Random(2), LearnedCosts(0.05, row_share=0.3)
+    for mood, first, last in ((1.0, 100, 300), (1.0, 1200, 1500)):
+        for used in range(first, last):
+            nodes = rng.choice([1, 1, 2, 6, 12])
+            costs.observe_step(nodes, used, mood * true_s(nodes, used) * rng.uniform(0.95, 1.05))
+    for _ in range(60):  # a short text in which nothing is drafted, on a machine that is slower now
+        costs.observe_step(1, 150, 1.3 * true_s(1, 150) * rng.uniform(0.95, 1.05))
+    for nodes, used in ((1, 150), (8, 150), (8, 1400), (16, 700)):
+        assert costs.step_s(nodes, used) == pytest.approx(1.3 * true_s(nodes, used), rel=0.12)
 
 
 def test_before_any_measurement_only_ratios_mean_something() -> None:

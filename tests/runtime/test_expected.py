@@ -16,7 +16,7 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.costs import DraftShare
 from specexport.runtime.device_profile import write_acceptance
 from specexport.runtime.engine import find_engine
-from specexport.runtime.expected import draft_shares, trained_priors
+from specexport.runtime.expected import draft_shares, row_share, trained_priors
 from specexport.runtime.initializers import Initializer
 from specexport.runtime.manifest import FileInfo
 from specexport.runtime.sampling import SamplingParams
@@ -73,7 +73,35 @@ def test_a_draft_costs_what_it_reads_once_a_depth(built: Bundle, monkeypatch: py
     step, products = 16e6 + 1_000_000 + files["target.onnx"].bytes, 64 * 1280
     read = 8e6 + products + 500 * 64
     assert (shares["ours"].draft, shares["medusa"].draft) == pytest.approx((DEPTH * read / step, read / step))
-    assert shares["ours"].row == pytest.approx(0.15 * products / step)
+    assert shares["ours"].row == pytest.approx(0.06 * products / step)
+
+
+def test_what_grows_in_one_operator_reads_its_matrices_once_and_again_what_no_cache_holds(
+    built: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def share(elements: int, *grown: str) -> float:
+        tensors = [Initializer("layers.0.mlp.up_proj.weight.codes", 3, (64, elements // 64), "drafter.onnx.data")]
+        monkeypatch.setattr(expected, "initializers", lambda path: tensors)
+        return draft_shares(built, grown)["ours"].draft
+
+    small, large = 1_000_000 // 64 * 64, 32_000_000
+    assert share(small, "ours") / share(small, "foreign") == pytest.approx(
+        (small + 6e6 * DEPTH) / ((small + 8e6) * DEPTH)
+    )
+    again = (DEPTH - 1) * (large - 16e6)
+    assert share(large, "ours") / share(large) == pytest.approx((large + 6e6 * DEPTH + again) / ((large + 8e6) * DEPTH))
+
+
+def test_rows_in_use_cost_what_reading_them_does(built: Bundle) -> None:
+    target = built.manifest.target
+    files = built.manifest.files["target.onnx"].bytes  # so small that its weights lie in it
+    read = 1000 * target.layers * 2 * target.kv_heads * target.head_dim * 4
+    assert row_share(built) == pytest.approx(read / (16e6 + files))
+    short = replace(target, windows=(None,) + (100,) * (target.layers - 1))
+    windowed = replace(built, manifest=replace(built.manifest, target=short))
+    assert row_share(windowed) / row_share(built) == pytest.approx(
+        (1000 + 100 * (target.layers - 1)) / (1000 * target.layers)
+    )
 
 
 def test_a_chain_of_the_best_length_is_expected(built: Bundle) -> None:

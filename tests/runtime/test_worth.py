@@ -135,3 +135,33 @@ def test_a_head_that_is_not_due_waits_whatever_the_prompt() -> None:
 
 def test_promises_fall_into_classes() -> None:
     assert [promise_of(tokens) for tokens in (0.0, 0.5, 1.0, 2.0, 9.0)] == [0, 1, 2, 3, 4]
+
+
+def test_a_new_text_is_taken_to_be_half_like_the_last_one_and_half_like_most() -> None:
+    mine, useless = head(Prior(0.5, 0.3)), head()
+    for _ in range(50):
+        for each, gives in ((mine, 1), (useless, 0)):
+            each.begin()
+            for _ in range(10):
+                each.judge(0, float(gives), 0.3, gives, 1.2, tried=False)
+    usual = mine.margin(0, 1.2)
+    for _ in range(12):
+        mine.judge(0, 0.0, 0.3, 0, 1.2, tried=False)
+    disappointing = mine.margin(0, 1.2)
+    mine.begin()
+    useless.begin()
+    assert disappointing < 0.0 < mine.margin(0, 1.2) < usual
+    assert useless.margin(0, 1.2) < -0.3
+
+
+def test_where_a_head_is_expected_to_pay_a_new_text_begins_with_something_to_lose() -> None:
+    ledger = Ledger()
+    for _ in range(20):
+        ledger.settle(0, 1.0, 0.0, tried=True)
+        ledger.settle(0, 1.0, 0.0, tried=False)
+    assert ledger.budget < 0.0 and ledger.trust == 0.0
+    ledger.trust_again()
+    assert ledger.budget == ledger.trust == EXPLORE_FIRST
+    ledger.budget = EXPLORE_MOST
+    ledger.trust_again()
+    assert ledger.budget == EXPLORE_MOST
