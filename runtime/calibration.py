@@ -22,6 +22,7 @@ _SETTLED = 6.0  # ... and those that all of the past is worth beside the last on
 _UNKNOWN = 0.7  # chance of a draft before any was seen
 _MOST = 96.0  # beyond it both counts are halved: about the last 100 decisions count
 _MOST_SETTLED = 2048.0  # the same of the past
+_CARRIED = 0.25  # of the weight of the last decisions, into another text
 # When what comes true departs from what was expected by more than chance explains, the last decisions are forgotten.
 _MEMORY = 0.9  # of the departure, a decision
 _LEAST, _SIGMAS = 2.0, 3.0
@@ -41,6 +42,12 @@ class Calibration:
         self._tried = [0.0] * (_BINS * (DEPTHS + 1))
         self._lately_right = [0.0] * (_BINS * (DEPTHS + 1))
         self._lately_tried = [0.0] * (_BINS * (DEPTHS + 1))
+        self._departure = self._variance = 0.0
+
+    def begin(self) -> None:
+        """Another text: the last decisions say less about it."""
+        self._lately_right = [_CARRIED * each for each in self._lately_right]
+        self._lately_tried = [_CARRIED * each for each in self._lately_tried]
         self._departure = self._variance = 0.0
 
     def chances(self, tree: Tree) -> list[float]:

@@ -151,6 +151,7 @@ class Controller:
         for head in self._heads.values():
             head.begin()
         for drafter in self._all:
+            self._calibrations[drafter.name].begin()
             drafter.begin(tokens, first)
 
     def propose(self, request: DraftRequest) -> Tree:

@@ -54,3 +54,13 @@ def test_a_change_is_noticed_within_a_dozen_decisions() -> None:
     for _ in range(12):
         calibration.learn(drafted, [5])
     assert calibration.chances(drafted)[1] < 0.4
+
+
+def test_another_text_is_judged_by_all_of_the_past_more_than_the_last_one_was() -> None:
+    calibration, drafted = Calibration(), tree([9, 1], [-1, 0], [0.7])
+    for right, count in ((1, 300), (5, 60)):
+        for _ in range(count):
+            calibration.learn(drafted, [right])
+    late = calibration.chances(drafted)[1]
+    calibration.begin()
+    assert late < 0.2 and late + 0.1 < calibration.chances(drafted)[1] < 0.9
