@@ -43,12 +43,14 @@ from specexport.runtime.merge import Draft, Joined, join
 from specexport.runtime.rules import SampledDrafter
 from specexport.runtime.sampling import SamplingParams
 from specexport.runtime.tree import Tree
-from specexport.runtime.worth import Head, Ledger, Prior, first_choice, promise_of
+from specexport.runtime.worth import CLASSES, Head, Ledger, Prior, first_choice, promise_of
 
 #: Share of the time that is left of an answer which a head may take to catch up with the prompt.
 CATCH_UP = 0.02
 #: Steps over which a head has to earn what it must catch up with, if the answer goes on for as long.
 HORIZON = 64
+#: Weight of the newest step in how often lookups promise how much.
+_LATELY = 0.1
 #: Nodes that a try may add to the tree: a draft teaches as much about the head if it is not verified.
 TRY_NODES = 4
 #: Steps that a try stands for, in what it teaches about the head.
@@ -119,6 +121,7 @@ class Controller:
         self._trees: list[tuple[Drafter, Tree]] = []
         self._used = self._fresh = 0
         self._ledger = Ledger()
+        self._promises = [1.0 / CLASSES] * CLASSES  # share of the last steps with each promise of the lookups
         self._timed = False  # some step was: until then nothing is known of the machine, and no head is asked
         self._alone = Joined([], [], [])  # what would be verified without a head
         #: The last one; None before the first.
@@ -162,6 +165,8 @@ class Controller:
         nodes = self._best(joined, request.max_nodes)
         promised = sum(joined.chances)
         promise = promise_of(promised - 1.0)
+        self._promises = [(1.0 - _LATELY) * share for share in self._promises]
+        self._promises[promise] += _LATELY
         expected, self._alone = sum(joined.chances[:nodes]), joined.first(nodes)
         plain_s, step_s = self._costs.step_s(1, self._used), self._costs.step_s(nodes, self._used)
         head, tried = self._choose(promise, request.max_depth / promised) if self._timed else (None, False)
@@ -230,7 +235,7 @@ class Controller:
         return max(0, head.behind - self._fresh)
 
     def _choose(self, promise: int, left: float) -> tuple[Head | None, bool]:
-        """The head to ask, and whether that is a try: one that is due, else the one that earns most in what is to come.
+        """The head to ask, and whether that is a try: one that is due, else the one that earns most a step to come.
         While that one is more than may be lost, nobody is tried: what may be lost is saved up for it.
 
         Args:
@@ -242,7 +247,9 @@ class Controller:
         for head in self._heads.values():
             draft = self._costs.draft_s(head.name) / plain_s
             catching_up = self._costs.draft_s(head.name, self._lag(head)) / plain_s - draft
-            gain = head.margin(promise, price) * min(HORIZON, left) - catching_up
+            gain = head.margin(promise, price)
+            if gain > 0.0 and catching_up > 0.0:
+                gain = head.outlook(self._promises, price) - catching_up / min(HORIZON, left)
             if catching_up > max(CATCH_UP * left, 0.5 * budget):
                 continue
             if gain > 0.0:

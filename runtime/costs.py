@@ -67,6 +67,7 @@ _UNSURE, _FORGOTTEN = 0.75, 0.0005
 _CALL_JITTER, _WANDER = 0.3, 0.03
 #: Calls of one width that its departure from the surface is a mean of, and calls that it is weighed against.
 _STAIRS, _FLAT = 24.0, 4.0
+_UNSEEN = (0.0, 0.0)
 
 
 class LearnedCosts:
@@ -100,8 +101,10 @@ class LearnedCosts:
         self._drafts: dict[str, _DraftTime] = {}
 
     def step_s(self, nodes: int, used: int) -> float:
-        seen, departure = self._stairs.get(nodes, (0.0, 0.0))
-        return self._surface(_features(nodes, used)) * (1.0 + departure * seen / (seen + _FLAT))
+        base, node, row, both = self._state
+        more, rows = nodes - 1.0, used / 1000.0
+        seen, departure = self._stairs.get(nodes, _UNSEEN)
+        return (base + node * more + (row + both * more) * rows) * (1.0 + departure * seen / (seen + _FLAT))
 
     def draft_s(self, name: str, behind: int = 0) -> float:
         return (self._drafts.get(name) or self._unknown(name)).seconds(behind)
@@ -114,7 +117,7 @@ class LearnedCosts:
             self._covariance = [[base * base * self._most[i] if i == j else 0.0 for j in range(4)] for i in range(4)]
         seconds = min(seconds, _CLIP * self.step_s(nodes, used))
         self._learn(features, seconds)
-        seen, departure = self._stairs.get(nodes, (0.0, 0.0))
+        seen, departure = self._stairs.get(nodes, _UNSEEN)
         seen = min(seen + 1.0, _STAIRS)
         departure += (seconds / self._surface(features) - 1.0 - departure) / seen
         self._stairs[nodes] = seen, departure

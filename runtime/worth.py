@@ -6,18 +6,20 @@ All times here are in plain steps (calls of one node), so that a machine which i
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specexport.runtime.drafters.base import Drafter, LaggingDrafter, StepwiseDrafter
 
 #: A head that is asked must lose by this much before it is left out; one that is left out must win by as much.
 HYSTERESIS = 0.02
-#: Share of the time that heads may lose by being tried; what they may lose at first, and again in each new text where
-#: one is expected to pay; and what they may save up of what they won.
+#: Share of the time that heads may lose by being tried; what they may lose at first, and what they may save up of what
+#: they won.
 EXPLORE, EXPLORE_FIRST, EXPLORE_MOST = 0.0075, 1.5, 5.0
 #: What heads that are judged to pay may lose besides: most of that is luck.
 TRUST = 2.0
+#: What may be lost by tries, and by heads that are judged to pay, in a new text where one is expected to.
+EXPLORE_AGAIN = 1.0
 #: What is left to lose after a head has caught up with a prompt, however long that took.
 EXPLORE_LEFT = 1.0
 #: Steps between two tries of a head, at first and at most.
@@ -28,7 +30,7 @@ PROBE_OTHERS = 128
 PROBE_AGAIN = 8
 #: Steps are told apart by how many tokens the lookups promise beyond the bonus token: up to each of these, and more.
 PROMISES = (0.25, 0.75, 1.5, 3.0)
-_CLASSES = len(PROMISES) + 1
+CLASSES = len(PROMISES) + 1
 #: Weight of the newest step in what a head's drafts are worth, and of a try.
 _RATE, _PROBE_RATE = 0.1, 0.2
 #: What a head adds beside lookups that promise so much, of what it adds beside those that promise nothing; and of what
@@ -109,9 +111,9 @@ class Head:
         self.stepwise = isinstance(drafter, StepwiseDrafter)
         self._lagging = drafter if isinstance(drafter, LaggingDrafter) else None
         self._overall, self._typical = Mean(prior), Mean(prior)
-        self._classes = [Mean() for _ in range(_CLASSES)]
+        self._classes = [Mean() for _ in range(CLASSES)]
         self._on = [due and prior is not None and share * prior.more > prior.cost for share in _BESIDE]
-        self._promised, self._gained = [0.0] * _CLASSES, [0.0] * _CLASSES
+        self._promised, self._gained = [0.0] * CLASSES, [0.0] * CLASSES
         self._most = PROBE_MOST if due else PROBE_OTHERS
         self.wait = PROBE_FIRST if due else PROBE_MOST
         self.quiet = PROBE_FIRST if due else 0
@@ -153,6 +155,11 @@ class Head:
     def margin(self, promise: int, price: float) -> float:
         """What is left of its worth after hysteresis; it pays if that is positive."""
         return self.worth(promise, price) + (HYSTERESIS if self._on[promise] else -HYSTERESIS)
+
+    def outlook(self, shares: Sequence[float], price: float) -> float:
+        """Plain steps that it saves a step to come, if ``shares`` of them have each promise and it is asked where it
+        pays."""
+        return sum(share * max(0.0, self.margin(promise, price)) for promise, share in enumerate(shares))
 
     def judge(self, promise: int, more: float, cost: float, gained: int, price: float, *, tried: bool) -> None:
         """Take note of a step with this head.
@@ -200,7 +207,7 @@ class Ledger:
 
     def trust_again(self) -> None:
         """Another prompt, where a head is expected to pay: what was lost in the last one says little about it."""
-        self.budget, self.trust = max(self.budget, EXPLORE_FIRST), max(self.trust, EXPLORE_FIRST)
+        self.budget, self.trust = max(self.budget, EXPLORE_AGAIN), max(self.trust, EXPLORE_AGAIN)
 
     @property
     def price(self) -> float:

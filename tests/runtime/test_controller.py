@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from specexport.runtime.controller import Controller
+from specexport.runtime.controller import HORIZON, Controller
 from specexport.runtime.costs import LearnedCosts
 from specexport.runtime.decoder import Decoder
 from specexport.runtime.drafters import DRAFTERS, Drafter, DraftRequest, Observation, make_drafter
 from specexport.runtime.sampling import SamplingParams
 from specexport.runtime.tree import Tree
-from specexport.runtime.worth import Prior
+from specexport.runtime.worth import Head, Prior
 from tests.runtime.fake import FakeEngine, ToyModel
 from tests.runtime.loop import AllRight, AllWrong, Bushy, decode, reference
 
@@ -286,6 +286,16 @@ def test_what_may_be_lost_is_saved_up_for_a_head_that_pays() -> None:
     assert [head.asked for head in heads] == [0, 0]
     simulate(controller, world, costs, heads, 20)  # by then it is saved up
     assert heads[0].asked > 5
+
+
+@pytest.mark.parametrize(("found", "asked"), [(0.0, True), (0.9, False)])
+def test_catching_up_is_worth_it_only_if_the_head_is_asked_often(found: float, asked: bool) -> None:
+    """It pays where lookups find nothing, 0.2 plain steps each; what it has to catch up with takes 4. The longer the
+    stretches are in which the lookups find something, the less of that comes back."""
+    head = Head(Guess(World(), "head", lambda _: 0.6, 0.6), Prior(1.0, 0.6))
+    shares = [1.0 - found, 0.0, 0.0, found, 0.0]
+    assert head.margin(0, 1.2) > 0.0 > head.margin(3, 1.2)
+    assert (head.outlook(shares, 1.2) * HORIZON > 4.0) == asked
 
 
 def test_a_false_promise_costs_little_and_an_unkind_one_is_found_out() -> None:

@@ -9,6 +9,7 @@ import pytest
 from specexport.runtime.drafters import make_drafter
 from specexport.runtime.worth import (
     EXPLORE,
+    EXPLORE_AGAIN,
     EXPLORE_FIRST,
     EXPLORE_MOST,
     PROBE_FIRST,
@@ -161,7 +162,7 @@ def test_where_a_head_is_expected_to_pay_a_new_text_begins_with_something_to_los
         ledger.settle(0, 1.0, 0.0, tried=False)
     assert ledger.budget < 0.0 and ledger.trust == 0.0
     ledger.trust_again()
-    assert ledger.budget == ledger.trust == EXPLORE_FIRST
+    assert ledger.budget == ledger.trust == EXPLORE_AGAIN
     ledger.budget = EXPLORE_MOST
     ledger.trust_again()
     assert ledger.budget == EXPLORE_MOST
