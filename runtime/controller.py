@@ -159,7 +159,8 @@ class Controller:
 
     def propose(self, request: DraftRequest) -> Tree:
         """The joined tree of the best expected rate; the root alone where plain decoding is as fast."""
-        self._trees = [(drafter, drafter.propose(request)) for drafter in self._lookups]
+        proposals = [(drafter, drafter.propose(request)) for drafter in self._lookups]
+        self._trees = [proposal for proposal in proposals if len(proposal[1]) > 1]
         drafts = [self._draft(*proposal) for proposal in self._trees]
         joined = self._join(drafts, request)
         nodes = self._best(joined, request.max_nodes)
