@@ -19,7 +19,7 @@ EXPLORE, EXPLORE_FIRST, EXPLORE_MOST = 0.0075, 1.5, 5.0
 #: What heads that are judged to pay may lose besides: most of that is luck.
 TRUST = 2.0
 #: What may be lost by tries, and by heads that are judged to pay, in a new text where one is expected to.
-EXPLORE_AGAIN = 1.0
+EXPLORE_AGAIN = 0.75
 #: What is left to lose after a head has caught up with a prompt, however long that took.
 EXPLORE_LEFT = 1.0
 #: Steps between two tries of a head, at first and at most.
