@@ -301,6 +301,7 @@ def head_size(head: Head, config: TargetConfig, precision: str) -> DraftSize:
         cache_row_bytes=rows,
         layers=layers,
         precision=precision,
+        agreement=head.agreement(),
     )
 
 

@@ -15,6 +15,7 @@ ASSUMED_ALPHA = {"medusa": 0.55, "eagle1": 0.65, "eagle3": 0.72, "mtp": 0.72, "m
 ASSUMED_LOOKUP_ALPHA = 0.3
 #: How far an assumed alpha may be off.
 ASSUMED_SPREAD = 0.1
+_SPREADS = (0.0, -ASSUMED_SPREAD, ASSUMED_SPREAD)
 #: Share of what the best candidate leaves that the next one takes, and so on: heads, and a table of successors.
 SIBLING_SHARE, LOOKUP_SIBLING_SHARE = 0.3, 0.15
 #: Normal quantile of a two-sided 90% interval.
@@ -47,15 +48,20 @@ def constant(alpha: float, depth: int, ranks: int, share: float = SIBLING_SHARE)
 
 def given(alpha: float, draft: DraftSize) -> Expectation:
     """The alpha that the user named."""
-    rows = _rows(alpha, draft)
+    rows = _rows([alpha], draft)
     return Expectation(rows, rows, rows, f"alpha {alpha:g}, given")
 
 
 def assumed(draft: DraftSize) -> Expectation:
-    """The usual alpha of a kind of drafter."""
-    alpha = ASSUMED_ALPHA.get(draft.kind, ASSUMED_LOOKUP_ALPHA)
-    low, high = (_rows(alpha + sign * ASSUMED_SPREAD, draft) for sign in (-1, 1))
-    return Expectation(_rows(alpha, draft), low, high, f"alpha {alpha:g} +- {ASSUMED_SPREAD:g}", assumed=True)
+    """How often a head was right on the text that was held out when it was trained, by depth; of others the usual alpha
+    of their kind."""
+    if draft.agreement:
+        alphas, source = draft.agreement, "as held out in training"
+    else:
+        alpha = ASSUMED_ALPHA.get(draft.kind, ASSUMED_LOOKUP_ALPHA)
+        alphas, source = (alpha,), f"alpha {alpha:g}"
+    middle, low, high = (_rows([alpha + spread for alpha in alphas], draft) for spread in _SPREADS)
+    return Expectation(middle, low, high, f"{source} +- {ASSUMED_SPREAD:g}", assumed=True)
 
 
 def measured(table: AcceptanceTable, source: str) -> Expectation:
@@ -63,8 +69,12 @@ def measured(table: AcceptanceTable, source: str) -> Expectation:
     return Expectation(table.acceptance, _shifted(table, -1), _shifted(table, 1), source, table.proposed)
 
 
-def _rows(alpha: float, draft: DraftSize) -> Rows:
-    return constant(alpha, draft.depth, draft.ranks, SIBLING_SHARE if draft.steps else LOOKUP_SIBLING_SHARE)
+def _rows(alphas: Sequence[float], draft: DraftSize) -> Rows:
+    """One row for each depth; the last of ``alphas`` holds for all that are deeper."""
+    share = SIBLING_SHARE if draft.steps else LOOKUP_SIBLING_SHARE
+    each = [min(max(alpha, 0.0), 1.0) for alpha in alphas]
+    each += each[-1:] * (draft.depth - len(each))
+    return tuple(constant(alpha, 1, draft.ranks, share)[0] for alpha in each[: draft.depth])
 
 
 def _shifted(table: AcceptanceTable, sign: int) -> Rows:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from specexport.profiles import acceptance, plot
-from specexport.profiles.acceptance import assumed, constant, given, measured
+from specexport.profiles.acceptance import ASSUMED_ALPHA, assumed, constant, given, measured
 from specexport.profiles.cost import LinearCost, Roofline
 from specexport.profiles.memory import plan_memory
 from specexport.profiles.planner import Candidate, Plan, Workload, break_even, make_plan
@@ -67,6 +68,16 @@ def test_verdict_follows_the_interval() -> None:
     assert any("model accepts alpha 0.7" in note for note in guessed.assumptions)
     nothing = plan(flat(0.05), [])
     assert nothing.verdict == "leave it off" and nothing.best is None and nothing.to_dict()["method"] is None
+
+
+def test_a_head_that_was_trained_here_is_taken_at_what_it_was_held_out_at() -> None:
+    head = replace(eagle_8b(4, 4), agreement=(0.6, 0.5))
+    found = assumed(head)
+    assert [row[0] for row in found.rows] == [0.6, 0.5, 0.5, 0.5] and {len(row) for row in found.rows} == {4}
+    assert [row[0] for row in found.low] == pytest.approx([0.5, 0.4, 0.4, 0.4])
+    assert [row[0] for row in assumed(replace(head, agreement=(0.95,) * 6)).high] == [1.0] * 4
+    assert found.assumed and assumed(replace(head, agreement=())).rows[0][0] == ASSUMED_ALPHA[head.kind]
+    assert plan(flat(0.05), [Candidate(head, found)]).best is not None
 
 
 def test_verdict_says_where_it_stops_paying() -> None:
