@@ -12,12 +12,13 @@ from typing import Protocol
 from specexport.profiles.schema import Profile, Rates
 from specexport.profiles.sizes import DraftSize, ModelSize
 from specexport.runtime.device_profile import DeviceProfile, DraftCost
+from specexport.runtime.expected import CACHED_BYTES
 
 #: Largest relative error of predicted speedups: of a roofline, and of a tuned curve (measured: see README).
 ROOFLINE_ERROR, TUNED_ERROR = 0.25, 0.10
-#: What a processor's cache is taken to hold of a drafter's matrices, and how long reading it takes, of reading memory
-#: (EAGLE-3 of 14 MB beside SmolLM2-135M, 2 cores of Zen 5 with 32 MiB of shared cache).
-CACHED_BYTES, CACHED_SHARE = 16e6, 0.4
+#: How long it takes to read what a processor's cache holds of a drafter's matrices, of reading memory (EAGLE-3 of 14 MB
+#: beside SmolLM2-135M, 2 cores of Zen 5 with 32 MiB of shared cache).
+CACHED_SHARE = 0.4
 
 
 class CostModel(Protocol):

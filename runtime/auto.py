@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.controller import Controller, FeatureController
-from specexport.runtime.costs import Costs, LearnedCosts, node_share
+from specexport.runtime.costs import Costs, LearnedCosts
 from specexport.runtime.device_profile import DeviceProfile, MeasuredCosts, find_profile
 from specexport.runtime.drafters import DRAFTERS, GRAPH_DRAFTERS, NO_DRAFTER, Drafter, make_drafter
 from specexport.runtime.drafters.base import FeatureDrafter
@@ -15,7 +16,7 @@ from specexport.runtime.drafters.ngram import NgramDrafter
 from specexport.runtime.drafters.recycling import RecyclingDrafter
 from specexport.runtime.drafters.suffix import SuffixDrafter
 from specexport.runtime.engine import TargetEngine, grows_trees, tree_exact
-from specexport.runtime.expected import draft_shares, row_share, trained_priors
+from specexport.runtime.expected import Expected
 from specexport.runtime.machine import this_machine
 from specexport.runtime.worth import BESIDE_LOOKUPS, Prior
 
@@ -61,10 +62,9 @@ def make_controller(
     if profile is not None:
         costs, priors = MeasuredCosts(profile), tuned_priors(profile)
     else:
-        share = node_share(bundle.manifest.target.precision.weights, kernels=tree_exact(engine))
-        grown = {info.name for info in offered if info.graph is not None and grows_trees(engine, info.graph)}
-        drafts = draft_shares(bundle, grown)
-        costs, priors = LearnedCosts(share, drafts, row_share(bundle)), trained_priors(bundle, drafts, share)
+        expected = Expected.of(bundle, kernels=tree_exact(engine), grown=partial(grows_trees, engine))
+        costs = LearnedCosts(expected.node_share, expected.draft_shares, expected.row_share)
+        priors = expected.priors
     kinds = {info.kind for info in offered if info.kind in DRAFTERS}
     kinds -= {kind for kind, by in _COVERED.items() if by in kinds}
     if kinds > {RecyclingDrafter.name} and not recycling_joins(profile):

@@ -6,12 +6,13 @@ calibrate``) or in its manifest, for heads that were trained here. All of it is 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 
 from specexport.runtime.bundle import TARGET_GRAPH, Bundle, inside
-from specexport.runtime.costs import DraftShare
+from specexport.runtime.costs import NODE_SHARE, ROW_SHARE, DraftShare, node_share
 from specexport.runtime.device_profile import read_acceptance
 from specexport.runtime.drafters.model import ModelDrafter
 from specexport.runtime.errors import BundleError
@@ -25,18 +26,51 @@ _SPREAD = 0.5
 _CALL_BYTES, _STEP_BYTES = 8e6, 16e6
 #: The first of these where one operator grows the tree, each depth; of the matrices it reads again what the processor's
 #: cache does not hold, of the size of which this is a cautious guess.
-_GROWN_BYTES, _CACHED_BYTES = 6e6, 16e6
+_GROWN_BYTES, CACHED_BYTES = 6e6, 16e6
 #: Bytes that a machine reads in the time of one product of a row that the drafter catches up with (seen there too).
 _ROW_BYTES = 0.06
 #: A share is never less: launching a graph takes time as well.
 _LEAST_DRAFT, _LEAST_ROW = 0.02, 0.0001
 
 
-def draft_shares(bundle: Bundle, grown: Collection[str] = ()) -> dict[str, DraftShare]:
+#: Whether the tree of a drafter's graph grows in one operator, such as :func:`specexport.runtime.engine.grows_trees`.
+Grown = Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a session begins with that nobody tuned.
+
+    Attributes:
+        node_share, row_share, draft_shares: see :class:`~specexport.runtime.costs.LearnedCosts`. priors: what drafters
+            add to plain decoding.
+    """
+
+    node_share: float = NODE_SHARE
+    row_share: float = ROW_SHARE
+    draft_shares: dict[str, DraftShare] = field(default_factory=dict)
+    priors: dict[str, Prior] = field(default_factory=dict)
+
+    @staticmethod
+    def of(bundle: Bundle, *, kernels: bool, grown: Grown) -> Expected:
+        """By what a bundle says.
+
+        Args:
+            kernels: our own run the target.
+
+        Raises:
+            BundleError: a graph that is no ONNX file.
+        """
+        share = node_share(bundle.manifest.target.precision.weights, kernels=kernels)
+        drafts = draft_shares(bundle, grown)
+        return Expected(share, row_share(bundle), drafts, trained_priors(bundle, drafts, share))
+
+
+def draft_shares(bundle: Bundle, grown: Grown = lambda _: False) -> dict[str, DraftShare]:
     """What a proposal of each drafter with a graph costs by the bytes it reads, of those that a step reads.
 
     Args:
-        grown: drafters whose trees grow in one operator (:func:`specexport.runtime.engine.grows_trees`).
+        grown: of the file of a graph.
 
     Raises:
         BundleError: a graph that is no ONNX file.
@@ -51,8 +85,8 @@ def draft_shares(bundle: Bundle, grown: Collection[str] = ()) -> dict[str, Draft
         calls = info.depth if "depth" in info.options and info.kind != ModelDrafter.kind else 1
         products = sum(tensor.elements for tensor in read if not is_lm_head(tensor))
         whole = sum(tensor.bytes for tensor in read)
-        if info.name in grown:
-            draft = whole + calls * _GROWN_BYTES + (calls - 1) * max(0.0, whole - _CACHED_BYTES)
+        if grown(info.graph):
+            draft = whole + calls * _GROWN_BYTES + (calls - 1) * max(0.0, whole - CACHED_BYTES)
         else:
             draft = calls * (_CALL_BYTES + whole)
         shares[info.name] = DraftShare(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from math import exp
 from pathlib import Path
 from random import Random
@@ -32,14 +32,13 @@ from specexport.runtime import Bundle, SamplingParams, Session
 from specexport.runtime.auto import MAX_NODES, beside_lookups, recycling_joins, tuned_priors
 from specexport.runtime.bundle import TARGET_GRAPH
 from specexport.runtime.controller import Controller
-from specexport.runtime.costs import NODE_SHARE, ROW_SHARE, DraftShare, LearnedCosts, node_share
+from specexport.runtime.costs import LearnedCosts
 from specexport.runtime.device_profile import DeviceProfile, MeasuredCosts
 from specexport.runtime.drafters import DRAFTERS, Drafter, make_drafter
 from specexport.runtime.engine import find_engine
-from specexport.runtime.expected import draft_shares, row_share, trained_priors
+from specexport.runtime.expected import Expected
 from specexport.runtime.records import parse_json, read_record
 from specexport.runtime.session import find_drafter
-from specexport.runtime.worth import Prior
 
 WIDTHS = (2, 3, 4, 5, 6, 8, 12, 16)
 #: V of rows of logits; ids are below it.
@@ -94,31 +93,17 @@ class ToldDrafts(LearnedCosts):
     """Learns steps from what it is told, and drafts from what they cost on the machine that was tuned, in its mood."""
 
     def __init__(self, costs: MeasuredCosts, mood: Mood, expected: Expected) -> None:
-        super().__init__(expected.node_share, expected.shares, expected.row_share)
+        super().__init__(expected.node_share, expected.draft_shares, expected.row_share)
         self._true, self._mood = costs, mood
 
     def observe_draft(self, name: str, seconds: float, behind: int = 0) -> None:
         super().observe_draft(name, self._true.draft_s(name, behind) * self._mood.factor(), behind)
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What a controller that learns begins with: costs of nodes, rows and drafts, and what heads should bring."""
-
-    node_share: float
-    row_share: float = ROW_SHARE
-    shares: dict[str, DraftShare] = field(default_factory=dict)
-    priors: dict[str, Prior] = field(default_factory=dict)
-
-    @staticmethod
-    def of(bundle: Bundle) -> Expected:
-        """What a session of this bundle begins with if it is not tuned."""
-        share = node_share(bundle.manifest.target.precision.weights, kernels=runs_kernels(bundle.path, TARGET_GRAPH))
-        drafters = bundle.manifest.drafters
-        grown = {info.name for info in drafters if info.graph is not None and grows_trees(bundle.path, info.graph)}
-        shares = draft_shares(bundle, grown)
-        priors = beside_lookups(trained_priors(bundle, shares, share))
-        return Expected(share, row_share(bundle), shares, priors)
+def expected_of(bundle: Bundle) -> Expected:
+    """What a session of this bundle begins with on this machine's CPU if it is not tuned."""
+    path = bundle.path
+    return Expected.of(bundle, kernels=runs_kernels(path, TARGET_GRAPH), grown=partial(grows_trees, path))
 
 
 class Lab:
@@ -198,7 +183,7 @@ class Lab:
         lookups = [drafter for name in names if (drafter := make_drafter(name, VOCABULARY))]
         heads = [self.head(name) for name in self.heads]
         costs = ToldDrafts(self.costs, self.mood, self.expected) if learned else self.costs
-        priors = self.expected.priors if learned else beside_lookups(tuned_priors(self.profile))
+        priors = beside_lookups(self.expected.priors if learned else tuned_priors(self.profile))
         return Controller(lookups, heads, costs, max_nodes=MAX_NODES, chains=self.chains, priors=priors), heads
 
 
@@ -212,7 +197,7 @@ def compare(arguments: argparse.Namespace) -> None:
         profile,
         arguments.chains or profile.chains,
         arguments.noise,
-        Expected(NODE_SHARE) if arguments.bundle is None else Expected.of(Bundle.load(arguments.bundle)),
+        Expected() if arguments.bundle is None else expected_of(Bundle.load(arguments.bundle)),
         arguments.fresh,
     )
     plain = lab.fixed("none", 1)
