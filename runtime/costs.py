@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import mul
 from types import MappingProxyType
@@ -101,25 +101,22 @@ class LearnedCosts:
         self._drafts: dict[str, _DraftTime] = {}
 
     def step_s(self, nodes: int, used: int) -> float:
-        base, node, row, both = self._state
-        more, rows = nodes - 1.0, used / 1000.0
         seen, departure = self._stairs.get(nodes, _UNSEEN)
-        return (base + node * more + (row + both * more) * rows) * (1.0 + departure * seen / (seen + _FLAT))
+        return self._surface(nodes, used) * (1.0 + departure * seen / (seen + _FLAT))
 
     def draft_s(self, name: str, behind: int = 0) -> float:
         return (self._drafts.get(name) or self._unknown(name)).seconds(behind)
 
     def observe_step(self, nodes: int, used: int, seconds: float) -> None:
-        features = _features(nodes, used)
         if not self._covariance:
-            base = seconds / self._surface(features)
+            base = seconds / self._surface(nodes, used)
             self._state = [base * share for share in self._state]
             self._covariance = [[base * base * self._most[i] if i == j else 0.0 for j in range(4)] for i in range(4)]
         seconds = min(seconds, _CLIP * self.step_s(nodes, used))
-        self._learn(features, seconds)
+        self._learn(nodes, used, seconds)
         seen, departure = self._stairs.get(nodes, _UNSEEN)
         seen = min(seen + 1.0, _STAIRS)
-        departure += (seconds / self._surface(features) - 1.0 - departure) / seen
+        departure += (seconds / self._surface(nodes, used) - 1.0 - departure) / seen
         self._stairs[nodes] = seen, departure
 
     def observe_draft(self, name: str, seconds: float, behind: int = 0) -> None:
@@ -131,10 +128,12 @@ class LearnedCosts:
     def _unknown(self, name: str) -> _DraftTime:
         return _DraftTime(self.step_s(1, 0), self._draft_shares.get(name, DraftShare()))
 
-    def _surface(self, features: Sequence[float]) -> float:
-        return sum([mine * feature for mine, feature in zip(self._state, features, strict=True)])
+    def _surface(self, nodes: int, used: int) -> float:
+        base, node, row, both = self._state
+        more, rows = nodes - 1.0, used / 1000.0
+        return base + node * more + (row + both * more) * rows
 
-    def _learn(self, features: Sequence[float], seconds: float) -> None:
+    def _learn(self, nodes: int, used: int, seconds: float) -> None:
         """The filter's step: the whole state grows or shrinks together, each share a little by itself."""
         state, base, wander = self._state, self._state[0], _WANDER * _WANDER
         covariance = [
@@ -149,7 +148,8 @@ class LearnedCosts:
                 covariance[i] = [shrink * each for each in covariance[i]]
                 for row in covariance:
                     row[i] *= shrink
-        expected = self._surface(features)
+        expected, more, rows = self._surface(nodes, used), nodes - 1.0, used / 1000.0
+        features = (1.0, more, rows, more * rows)
         towards = [sum(map(mul, row, features)) for row in covariance]
         whole = sum(map(mul, towards, features)) + (_CALL_JITTER * expected) ** 2
         off = (seconds - expected) / whole
@@ -159,11 +159,6 @@ class LearnedCosts:
             [known - mine * other / whole for known, other in zip(row, towards, strict=True)]
             for row, mine in zip(covariance, towards, strict=True)
         ]
-
-
-def _features(nodes: int, used: int) -> tuple[float, float, float, float]:
-    more, rows = nodes - 1.0, used / 1000.0
-    return 1.0, more, rows, more * rows
 
 
 class _DraftTime:

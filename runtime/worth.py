@@ -81,9 +81,9 @@ class Mean:
         self.more, self.cost = (prior.more, prior.cost) if prior else (0.0, 0.0)
         self.seen = _SHARED if prior else 0.0
 
-    def begin(self, typical: Mean) -> None:
+    def begin(self, typical: Mean | None = None) -> None:
         """Another text: it may be like the last one, or like most."""
-        if typical.seen:
+        if typical is not None and typical.seen:
             self.more += _LIKE_MOST * (typical.more - self.more)
             self.cost += _LIKE_MOST * (typical.cost - self.cost)
         self.seen = min(self.seen, _SHARED)
@@ -122,7 +122,7 @@ class Head:
         """Another text: what paid now and then, or is expected to pay, is due for a try."""
         self._overall.begin(self._typical)
         for mean in self._classes:
-            mean.seen = min(mean.seen, _SHARED)
+            mean.begin()
         if self._due:
             self.wait = min(self.wait, PROBE_AGAIN)
         if self.wait < PROBE_MOST:
