@@ -155,12 +155,8 @@ GrowTree::Call GrowTree::read(const OrtKernelContext* context) const {
   expect(fuse_.matrix || !call.in[kInputNorm], "without fuse the layer's input has no norm of its own");
   expect(call.in[kNorm] || !feed_normed_, "there is no norm to feed back");
   const Part* parts[] = {&fuse_, &qkv_, &output_, &gate_up_, &down_, &lm_head_};
-  for (size_t i = 0; i < std::size(parts); ++i) {
-    const OrtValue* zeros = nullptr;
-    check(api_, api_.input(context, kMatrices + 3 * i + 2, &zeros));
-    expect(zeros == nullptr || !parts[i]->matrix || parts[i]->matrix->view().zeros != nullptr,
-           "zero points must be constants");
-  }
+  for (size_t i = 0; i < std::size(parts); ++i)
+    if (parts[i]->matrix) expect_packed_zeros(api_, context, kMatrices + 3 * i + 2, parts[i]->matrix->view());
   return call;
 }
 

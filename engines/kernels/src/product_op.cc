@@ -39,6 +39,12 @@ std::shared_ptr<const PackedMatrix> packed_constant(const Api& api, const OrtKer
                               width, block, bits, gate != kNoGate);
 }
 
+void expect_packed_zeros(const Api& api, const OrtKernelContext* context, size_t index, const Matrix& matrix) {
+  const OrtValue* zeros = nullptr;
+  check(api, api.input(context, index, &zeros));
+  expect(zeros == nullptr || matrix.zeros != nullptr, "zero points must be constants");
+}
+
 void multiply(const Threads& threads, const Matrix& matrix, const Product& product) {
   const int64_t rows = product.rows, width = product.width;
   if (rows == 0) return;
@@ -93,9 +99,7 @@ QuantizedProduct::QuantizedProduct(const Api& api, const OrtKernelInfo* info) : 
 
 void QuantizedProduct::compute(OrtKernelContext* context) {
   const Matrix& matrix = matrix_->view();
-  const OrtValue* zeros = nullptr;
-  check(api_, api_.input(context, 3, &zeros));
-  expect(zeros == nullptr || matrix.zeros != nullptr, "zero points must be constants");
+  expect_packed_zeros(api_, context, 3, matrix);
   const Tensor x = input(api_, context, 0), gamma = input(api_, context, 4), skip = input(api_, context, 5);
   expect(!x.dims.empty() && x.dims.back() == width_, "x has another width than the matrix");
   expect(!gamma || gamma.count() == width_, "the norm has another width than the matrix");

@@ -30,6 +30,9 @@ void multiply(const Threads& threads, const Matrix& matrix, const Product& produ
 std::shared_ptr<const PackedMatrix> packed_constant(const Api& api, const OrtKernelInfo* info, size_t index, int outputs,
                                                     int width, int bits, int block, Gate gate);
 
+// That zero points, an input of this call, are the constants of the matrix: what is no constant was not packed.
+void expect_packed_zeros(const Api& api, const OrtKernelContext* context, size_t index, const Matrix& matrix);
+
 class QuantizedProduct {
  public:
   static constexpr const char* kName = "QuantizedProduct";
