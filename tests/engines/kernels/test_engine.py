@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from specexport.engines.kernels.library import kernels_library
 from specexport.engines.ort import OrtEngine, kernels_file
 from specexport.exporter import cli
 from specexport.exporter.quantize.choice import PrecisionOptions
-from specexport.runtime import Bundle, SamplingParams, Session
+from specexport.runtime import Bundle
 from specexport.runtime.cache import CacheRows
 from specexport.runtime.engine import Step, chains_only, tree_exact
 from specexport.runtime.errors import SpecExportError
@@ -28,6 +27,7 @@ from specexport.runtime.tree import Tree
 from tests.e2e.test_heads import CASES as HEADS
 from tests.e2e.test_heads import write_words
 from tests.engines.kernels.one_node import needs_kernels
+from tests.engines.kernels.tokens import check_tokens
 from tests.exporter.heads.writers import TARGET_CONFIG, Random, llama_tensors
 from tests.exporter.test_kernels_pass import SLOTS, save
 from tests.exporter.test_kernels_pass import wide as wide  # the cases' sizes, for this file too
@@ -38,11 +38,6 @@ pytestmark = needs_kernels
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 #: Two heads of 8 values: the same tensors, and the least width that is lowered.
 NARROW = {"num_attention_heads": 2, "num_key_value_heads": 1}
-PARAMS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": {"temperature": 1.0, "seed": 3},
-    "penalised": {"temperature": 0.7, "seed": 4, "repetition_penalty": 1.2, "top_k": 12},
-}
 
 
 @pytest.fixture(
@@ -158,21 +153,8 @@ def test_drafters_of_trees_change_no_token(drafter: str, heads: dict[str, Bundle
     bundle = heads["mtp" if drafter == "mtp" else "heads"]
     engine = OrtEngine(bundle.path, threads=2)
     assert tree_exact(engine) and not chains_only(bundle.manifest.target.precision, engine)
-    branching, run = 0, engine.run
-
-    def watched(step: Step) -> Any:
-        nonlocal branching
-        branching += int(not np.array_equal(step.tree, np.tri(len(step.tokens), dtype=bool)))
-        return run(step)
-
-    engine.run = watched  # type: ignore[method-assign]
-    for values in PARAMS.values():
-        params = SamplingParams(max_tokens=64, **values)
-        plain = Session(bundle, drafter="none", engine=engine)
-        speculative = Session(bundle, drafter=drafter, engine=engine)
-        for prompt in ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [3, 1, 4, 1, 5, 8, 8], [2] * 50):
-            expected, result = plain.generate(prompt, params), speculative.generate(prompt, params)
-            assert result.token_ids == expected.token_ids
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [3, 1, 4, 1, 5, 8, 8], [2] * 50]
+    branching, _ = check_tokens(bundle, engine, drafter, prompts, 64)
     assert branching > 10 or drafter == "suffix"
 
 
@@ -200,11 +182,7 @@ def test_a_draft_model_changes_no_token(tmp_path: Path) -> None:
     bundle = build(target, tmp_path / "bundle", "--draft-model", str(draft), "--draft-depth", "4")
     assert (bundle.path / "draft.kernels.onnx").is_file()
     engine = OrtEngine(bundle.path, threads=1)
-    for values in PARAMS.values():
-        params = SamplingParams(max_tokens=40, **values)
-        plain, speculative = (Session(bundle, drafter=name, engine=engine) for name in ("none", "model"))
-        for prompt in ([30, 10, 40, 10], [5]):
-            assert speculative.generate(prompt, params).token_ids == plain.generate(prompt, params).token_ids
+    check_tokens(bundle, engine, "model", [[30, 10, 40, 10], [5]], 40)
 
 
 PROGRAM = """

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import pytest
 
 from specexport.engines.ort import OrtEngine, kernels_file
 from specexport.exporter import cli
-from specexport.runtime import Bundle, SamplingParams, Session
-from specexport.runtime.engine import Step, tree_exact
+from specexport.runtime import Bundle
+from specexport.runtime.engine import tree_exact
 from tests.e2e.test_heads import write_words
 from tests.engines.kernels.one_node import needs_kernels
+from tests.engines.kernels.tokens import check_tokens
 from tests.exporter.heads import writers
 from tests.exporter.heads.writers import DIALECTS, TARGET_CONFIG, Random, every, llama_tensors
 from tests.tiny import write_checkpoint
@@ -28,11 +27,6 @@ CONFIG = TARGET_CONFIG | {"num_attention_heads": 2, "num_key_value_heads": 1, "i
 #: With tables of the target's and of their own, side by side and projected, mapped vocabularies and whole.
 HEADS = {"eagle3": "eagle3", "eagle1": "eagle1_llama3", "mtp": "mtp_deepseek"}
 assert [*every()]  # registers the dialects
-PARAMS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": {"temperature": 1.0, "seed": 3},
-    "penalised": {"temperature": 0.7, "seed": 4, "repetition_penalty": 1.2, "top_k": 12},
-}
 
 
 @pytest.fixture(scope="module", params=["int8", "int4"])
@@ -66,21 +60,6 @@ def test_drafts_change_no_token(drafter: str, bundle: Bundle) -> None:
     """Greedy, sampled, penalised, to the end of the context, with one engine and two sessions of it."""
     engine = OrtEngine(bundle.path, threads=2)
     assert tree_exact(engine)
-    branching, run = 0, engine.run
-
-    def watched(step: Step) -> Any:
-        nonlocal branching
-        branching += int(not np.array_equal(step.tree, np.tri(len(step.tokens), dtype=bool)))
-        return run(step)
-
-    engine.run = watched  # type: ignore[method-assign]
-    accepted = 0
-    for values in PARAMS.values():
-        params = SamplingParams(max_tokens=WINDOW, **values)
-        plain = Session(bundle, drafter="none", engine=engine)
-        speculative = Session(bundle, drafter=drafter, engine=engine)
-        for prompt in ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [3, 1, 4, 1, 5, 8, 8], [2] * (WINDOW - 10)):
-            wanted, found = plain.generate(prompt, params), speculative.generate(prompt, params)
-            assert found.token_ids == wanted.token_ids
-            accepted += sum(found.statistics.as_dict()["accepted_by_depth"])
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [3, 1, 4, 1, 5, 8, 8], [2] * (WINDOW - 10)]
+    branching, accepted = check_tokens(bundle, engine, drafter, prompts, WINDOW)
     assert branching > 10 and accepted > 0
